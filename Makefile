@@ -1,0 +1,28 @@
+# Every target does its own set-up, so that a fresh clone needs nothing but Python 3.11+ and make.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: demo test acceptance lint docs clean
+
+demo: $(READY)  ## train a small MoE on two processes, then diagnose the run it left behind
+	$(BIN)/pdtrain demo
+
+test: $(READY) lint  ## lint, types and the test suite (with a seeded sample of the long tests)
+	$(BIN)/python -m pytest
+
+acceptance: $(READY) lint  ## every test, the long ones included
+	$(BIN)/python -m pytest --all
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e '.[train,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs build dist

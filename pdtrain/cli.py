@@ -1,0 +1,53 @@
+"""The root command. Subcommands load lazily: `pdtrain --help` imports neither torch, rich nor numpy."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+from diag.errors import PdtrainError
+from diag.lazy import LazyGroup
+from pdtrain import __version__
+
+TABLE = {
+    "train": ("pdtrain.commands.train:train", "Train a mixture-of-experts model with separated modules."),
+    "demo": ("pdtrain.commands.demo:demo", "Train a small model on two processes here, then diagnose the run."),
+    "diag": ("diag.commands:diag", "What broke first, where, and what to do."),
+    "playbook": ("diag.commands.playbook:playbook", "Symptom, locate, fix, verify: one page per failure."),
+}
+
+
+@click.group(cls=LazyGroup, table=TABLE, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="pdtrain")
+def cli() -> None:
+    """A mixture-of-experts trainer with separated workloads, and a doctor for any distributed PyTorch run."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line; the one place that turns errors into one line and an exit status."""
+    try:
+        status = cli.main(args=argv, prog_name="pdtrain", standalone_mode=False)
+    except click.exceptions.Abort:
+        status = _complain("interrupted", 130)
+    except click.ClickException as error:
+        usage = f"{error.ctx.command_path}: " if getattr(error, "ctx", None) else ""
+        status = _complain(f"{usage}{error.format_message()}", 2)
+    except PdtrainError as error:
+        status = _complain(str(error), error.exit_status)
+    except BrokenPipeError:  # `pdtrain … | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
+    except KeyboardInterrupt:
+        status = _complain("interrupted", 130)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _complain(message: str, status: int) -> int:
+    print(f"pdtrain: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The click commands of the trainer half: parse arguments, call the library, print."""
