@@ -1,0 +1,1 @@
+"""The typed run configuration: schema, presets, overrides, rules."""
