@@ -61,7 +61,8 @@ class Finding(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class Input(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """One artefact that was looked at. `problem` says why it could not be (wholly) read."""
+    """One artefact that was looked at. `problem` says why it could not be (wholly) read; `readable` is false, and
+    only then present, when nothing of it could be used."""
 
     path: str
     format: str
@@ -69,19 +70,31 @@ class Input(msgspec.Struct, omit_defaults=True, kw_only=True):
     ranks: list[int] = []
     lines: int | None = None
     problem: str | None = None
+    readable: bool = True
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """The whole answer: what broke first, where, and what to do. Findings are in reading order, root first."""
+    """The whole answer: what broke first, where, and what to do. Findings are in reading order, root first.
+
+    `not_checked` says in words what was not looked at and why ("hang: no flight-recorder dumps among the inputs").
+    """
 
     verdict: Verdict
     headline: str
     inputs: list[Input] = []
     findings: list[Finding] = []
+    not_checked: list[str] = []
     schema: str = SCHEMA
 
+    def nothing_read(self) -> bool:
+        """True when there were inputs and none of them could be used."""
+        return bool(self.inputs) and not any(item.readable for item in self.inputs)
+
     def exit_status(self) -> int:
-        """0 when nothing is at warning or above; 1 for findings at warning or above, or an unknown verdict."""
+        """0 when nothing is at warning or above; 1 for findings at warning or above, or an unknown verdict; 2 when
+        no input could be read."""
+        if self.nothing_read():
+            return 2
         worst = max((SEVERITY_ORDER[f.severity] for f in self.findings), default=0)
         return int(worst >= SEVERITY_ORDER["warning"] or self.verdict == "unknown")
 
@@ -99,5 +112,5 @@ def to_json(report: Report, *, indent: int = 2) -> str:
         }
         findings.append(promised | item | {"confidence": round(finding.confidence, 3)})
     ordered = {"schema": report.schema, "verdict": report.verdict, "headline": report.headline,
-               "inputs": plain["inputs"], "findings": findings}
+               "inputs": plain["inputs"], "findings": findings, "not_checked": report.not_checked}
     return msgspec.json.format(msgspec.json.encode(ordered), indent=indent).decode()

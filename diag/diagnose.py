@@ -1,0 +1,209 @@
+"""discover -> read -> detect -> correlate -> report: the one function behind every passive `pdtrain diag` command."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from diag.artefacts import Artefact, Artefacts, Progress, Reader, ReadOptions, Source, Unreadable, recognise
+from diag.causes import CAUSES
+from diag.correlate import correlate
+from diag.detectors import Detector, NotChecked, detectors
+from diag.discover import discover
+from diag.errors import ArtefactError, UsageError
+from diag.playbooks import for_cause
+from diag.schema import Finding, Input, Report, Severity, Verdict
+
+log = logging.getLogger(__name__)
+
+#: Inputs of formats nobody asked about are counted, not listed, beyond this many names.
+NAMED_SKIPS = 3
+
+
+def diagnose(
+    paths: Iterable[str | Path],
+    *,
+    only: str | tuple[str, ...] | None = None,
+    signatures: Path | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Diagnose what lies under `paths`; `only` restricts the detectors to a topic ("router", "hang", ...).
+
+    `signatures` is a folder with the user's own log signatures. `progress(done, total)` is called in bytes while
+    reading. Raises `UsageError` for a path that does not exist or when nothing at all was found; damaged inputs are
+    findings and `inputs[].problem`.
+    """
+    names = [str(path) for path in paths]
+    chosen = detectors(only)
+    sources = discover(names, options=ReadOptions(signatures=signatures))
+    items, notes = read(sources, chosen, everything=only is None, progress=progress)
+    if not items:
+        raise UsageError(f"{', '.join(names[:5])}: {notes[0] if notes else 'empty; nothing to read'}")
+    artefacts = Artefacts(items)
+    findings, not_checked = detect(artefacts, chosen)
+    findings = correlate(findings, artefacts) + list(_damage(items))
+    return build_report(findings, inputs=[_input(item) for item in items], not_checked=[*not_checked, *notes])
+
+
+def read(
+    sources: list[Source | Unreadable],
+    chosen: list[Detector],
+    *,
+    everything: bool,
+    progress: Progress | None = None,
+) -> tuple[list[Artefact], list[str]]:
+    """Read what the `chosen` detectors ask for; the rest of a folder is only counted, in the notes returned.
+
+    A file that the user named himself is always answered for, readable or not.
+    """
+    wanted = tuple({kind for d in chosen for kind in (*d.needs, *d.wants)})
+    items: list[Artefact] = []
+    batches: dict[str, tuple[Reader, list[Source], list[int]]] = {}
+    skipped: list[str] = []
+    for source in sources:
+        if isinstance(source, Unreadable):
+            items.append(source)
+            continue
+        reader = recognise(source)
+        if reader is not None and (everything or issubclass(reader.ARTEFACT, wanted)):
+            batch = batches.setdefault(reader.NAME, (reader, [], []))
+            batch[1].append(source)
+            batch[2].append(len(items))
+            items.append(Unreadable(path=source.path, format=reader.NAME, bytes=source.bytes, problem="not read"))
+        elif source.given:
+            items.append(_refused(source, reader))
+        elif source.bytes:
+            skipped.append(source.path)
+    total, done = sum(s.bytes for _, batch, _ in batches.values() for s in batch), 0
+    for reader, batch_sources, places in batches.values():
+
+        def advance(part: int, _total: int, base: int = done) -> None:
+            if progress is not None:
+                progress(base + part, total)
+
+        for place, item in zip(places, _read_batch(reader, batch_sources, advance), strict=True):
+            items[place] = item
+        done += sum(s.bytes for s in batch_sources)
+    return items, _skip_note(skipped)
+
+
+def _read_batch(reader: Reader, sources: list[Source], progress: Progress) -> Iterator[Artefact]:
+    many = getattr(reader, "read_many", None)
+    if many is not None:
+        yield from many(sources, progress)
+        return
+    done, total = 0, sum(s.bytes for s in sources)
+    for source in sources:
+        try:
+            yield reader.read(source)
+        except ArtefactError as error:
+            yield Unreadable(path=source.path, format=reader.NAME, bytes=source.bytes, problem=str(error))
+        except Exception as error:
+            if os.environ.get("PDTRAIN_STRICT"):
+                raise
+            log.exception("reader %s failed on %s", reader.NAME, source.path)
+            problem = f"pdtrain's {reader.NAME} reader failed on it ({type(error).__name__}); please report this"
+            yield Unreadable(path=source.path, format=reader.NAME, bytes=source.bytes, problem=problem)
+        done += source.bytes
+        progress(done, total)
+
+
+def _refused(source: Source, reader: Reader | None) -> Unreadable:
+    if not source.head:
+        problem = "is empty"
+    elif reader is None:
+        problem = "is in no format that is known here"
+    else:
+        problem = f"is a {reader.NAME} file, which this command does not use"
+    name = reader.NAME if reader else "unknown"
+    return Unreadable(path=source.path, format=name, bytes=source.bytes, problem=problem)
+
+
+def _skip_note(skipped: list[str]) -> list[str]:
+    if not skipped:
+        return []
+    names = ", ".join(Path(path).name for path in skipped[:NAMED_SKIPS])
+    more = f" and {len(skipped) - NAMED_SKIPS:,} more" if len(skipped) > NAMED_SKIPS else ""
+    plural = "s" if len(skipped) > 1 else ""
+    return [f"{len(skipped):,} file{plural} of other formats: {names}{more}"]
+
+
+def detect(artefacts: Artefacts, chosen: list[Detector]) -> tuple[list[Finding], list[str]]:
+    """Run the `chosen` detectors; what they found, and in words what could not be checked and why."""
+    findings: list[Finding] = []
+    missing: dict[str, list[str]] = {}
+    for entry in chosen:
+        if not all(artefacts.of(kind) for kind in entry.needs):
+            missing.setdefault(f"no {entry.subject} among the inputs", []).append(entry.topic)
+            continue
+        try:
+            for item in entry.run(artefacts):
+                if isinstance(item, NotChecked):
+                    missing.setdefault(item.reason, []).append(entry.topic)
+                else:
+                    findings.append(item)
+        except Exception as error:
+            if os.environ.get("PDTRAIN_STRICT"):
+                raise
+            log.exception("detector %s failed", entry.name)
+            missing.setdefault(f"pdtrain's {entry.name} failed ({type(error).__name__}); please report this",
+                               []).append(entry.topic)
+    return findings, [f"{', '.join(sorted(set(topics)))}: {reason}" for reason, topics in missing.items()]
+
+
+def build_report(findings: list[Finding], *, inputs: list[Input], not_checked: list[str] | None = None) -> Report:
+    """The report of correlated `findings`: verdict, headline, playbooks and fix steps filled in."""
+    for finding in findings:
+        page = for_cause(finding.cause)
+        if page is not None:
+            finding.playbook = finding.playbook or page.id
+            if not finding.fix and finding.severity != "info":
+                finding.fix = list(page.fix)
+    verdict = verdict_of(findings, inputs)
+    return Report(verdict=verdict, headline=headline_of(verdict, findings, inputs), inputs=inputs, findings=findings,
+                  not_checked=not_checked or [])
+
+
+def verdict_of(findings: list[Finding], inputs: list[Input]) -> Verdict:
+    """A root decides: "failed" when its cause ends runs, else "degraded". Without one: "unknown" when something is
+    unexplained or nothing could be read, else "healthy"."""
+    root = next((f for f in findings if f.role == "root"), None)
+    if root is not None:
+        cause = CAUSES.get(root.cause)
+        ended = cause is None or cause.verdict == "failed" or root.severity == "fatal"
+        return "failed" if ended else "degraded"
+    unexplained = any(f.cause in CAUSES and CAUSES[f.cause].verdict == "unknown" for f in findings)
+    if unexplained or not any(item.readable for item in inputs):
+        return "unknown"
+    return "unknown" if any(f.severity in ("error", "fatal") for f in findings) else "healthy"
+
+
+def headline_of(verdict: Verdict, findings: list[Finding], inputs: list[Input]) -> str:
+    """One sentence a tired person understands: the leading finding's own summary where there is one."""
+    if verdict in ("failed", "degraded"):
+        return next(f.summary for f in findings if f.role == "root")
+    readable = sum(item.readable for item in inputs)
+    if not readable:
+        first = next((item for item in inputs if item.problem), None)
+        return f"Nothing could be read: {first.path}: {first.problem}" if first else "Nothing could be read."
+    if verdict == "unknown":
+        leading = next((f for f in findings if f.cause in CAUSES and CAUSES[f.cause].verdict == "unknown"), None)
+        return leading.summary if leading else "Something is wrong, and what was found does not say what."
+    files = f"{readable:,} input{'s' if readable > 1 else ''}"
+    return f"Nothing wrong was found in {files}."
+
+
+def _input(item: Artefact) -> Input:
+    return Input(path=item.path, format=item.format, bytes=item.bytes, ranks=sorted(item.ranks), lines=item.lines,
+                 problem=item.problem, readable=not isinstance(item, Unreadable))
+
+
+def _damage(items: list[Artefact]) -> Iterator[Finding]:
+    for item in items:
+        if item.problem:
+            severity: Severity = "warning" if item.problem_severity == "warning" else "info"
+            what = "could not be read" if isinstance(item, Unreadable) else "was read in part"
+            yield Finding(cause="input_unreadable", role="context", severity=severity, confidence=1.0,
+                          summary=f"{item.path} {what}: {item.problem}")

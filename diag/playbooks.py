@@ -1,0 +1,81 @@
+"""The playbooks: one Markdown file per failure with YAML front matter, shipped as the package `playbooks`."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import resources
+from typing import Annotated, Any
+
+import msgspec
+
+from diag.errors import UsageError
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One look: a command, what a healthy and a sick answer look like, and where the line between them is."""
+
+    command: str
+    healthy: str
+    sick: str
+    threshold: str | None = None
+
+
+class Playbook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Symptom -> locate -> fix -> verify for one failure. `drill` says how to cause it, or why nobody can."""
+
+    id: str
+    title: str
+    causes: Annotated[list[str], msgspec.Meta(min_length=1)]
+    symptoms: Annotated[list[str], msgspec.Meta(min_length=1)]
+    suspect: str
+    locate: Annotated[list[Step], msgspec.Meta(min_length=1)]
+    fix: Annotated[list[str], msgspec.Meta(min_length=1)]
+    verify: Annotated[list[str], msgspec.Meta(min_length=1)]
+    drill: str
+    prose: str = ""
+
+
+@cache
+def playbooks() -> dict[str, Playbook]:
+    """Every playbook by id, sorted. A malformed one is a bug of ours and raises `ValueError` with file and key."""
+    pages = (parse(item.name, item.read_text("utf-8"))
+             for item in resources.files("playbooks").iterdir() if item.name.endswith(".md"))
+    return {page.id: page for page in sorted(pages, key=lambda page: page.id)}
+
+
+def parse(name: str, text: str) -> Playbook:
+    """The playbook in `text`; `name` is its file name, whose stem must be the id."""
+    import yaml  # slow to import, and not needed for a healthy report
+
+    _, front, prose = text.split("---\n", 2) if text.startswith("---\n") else ("", "", text)
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        fields = yaml.load(front, Loader=loader)  # noqa: S506 - both are safe loaders
+        page = msgspec.convert({**(fields or {}), "prose": prose.strip()}, Playbook)
+    except (msgspec.ValidationError, yaml.YAMLError) as error:
+        raise ValueError(f"playbooks/{name}: {error}") from error
+    if f"{page.id}.md" != name:
+        raise ValueError(f"playbooks/{name}: id is '{page.id}'")
+    return page
+
+
+@cache
+def _by_cause() -> dict[str, Playbook]:
+    return {cause: page for page in playbooks().values() for cause in page.causes}
+
+
+def for_cause(cause: str) -> Playbook | None:
+    """The one playbook that treats `cause`, if it is written."""
+    return _by_cause().get(cause)
+
+
+def find(name: str) -> Playbook:
+    """The playbook with this id, or the one that treats the cause of this name. Raises `UsageError`."""
+    page = playbooks().get(name) or for_cause(name)
+    if page is None:
+        import difflib
+
+        near = difflib.get_close_matches(name, [*playbooks(), *_by_cause()], n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "see `pdtrain playbook list`"
+        raise UsageError(f"no playbook and no cause is called '{name}'; {hint}")
+    return page
