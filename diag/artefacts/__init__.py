@@ -19,6 +19,7 @@ inside functions.
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import io
 import pkgutil
@@ -52,7 +53,7 @@ class Source:
     path: str
     name: str
     bytes: int
-    head: bytes
+    head: builtins.bytes
     open: Callable[[], BinaryIO]
     real: Path | None = None
     compression: str | None = None
