@@ -1,0 +1,273 @@
+"""Metric records, one JSON object per line: this trainer's metrics.jsonl, and router records of any other trainer.
+
+    {"step": 1, "time": 1700000000.0, "loss": 5.54, "router/1/counts": [64, 70, 61, 61], "router/1/drop_rate": 0.0}
+    {"step": 1, "layer": 1, "counts": [64, 70, 61, 61]}                      one line per layer is welcome too
+
+The format is docs/run-directory.md. NaN and infinities may be strings ("NaN") or Python's bare tokens. Scalars are
+kept as columns; router values of a long run are folded into at most `MAX_WINDOWS` windows per layer, so that memory
+stays bounded whatever the length of the run. A torn last line is what a killed run leaves: stated, not held against it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import msgspec
+
+from diag.artefacts import Artefact, Source, Unreadable
+from diag.errors import ArtefactError
+
+NAME = "metrics"
+#: Windows kept per layer; when full, neighbours are merged and the window doubles.
+MAX_WINDOWS = 1024
+#: A line longer than this is not a metric record (58 layers x 256 counts take about 150 kB).
+MAX_LINE_BYTES = 16 << 20
+MAX_KEYS = 100_000
+
+STEP_KEYS = ("step", "iteration", "global_step", "_step")
+COUNT_KEYS = ("counts", "tokens_per_expert", "expert_counts", "num_tokens_per_expert")
+_ROUTER_KEY = re.compile(r"(?:router|moe)/(?:layers?[._/]?)?(\d+)/(\w+)")
+_LAYER_KEY = re.compile(r"(?:layers?[._/]?)?(\d+)")
+_START = re.compile(rb'\s*\{\s*"(?:step|iteration|global_step|_step|layer|time|loss|router/|moe/)')
+_SPECIAL = {"NaN": float("nan"), "nan": float("nan"), "Infinity": float("inf"), "inf": float("inf"),
+            "-Infinity": float("-inf"), "-inf": float("-inf")}
+
+
+@dataclass(slots=True)
+class Series:
+    """One scalar over the run: three columns of equal length. `lines` are 1-based."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    lines: array[int] = field(default_factory=lambda: array("q"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+
+@dataclass(slots=True)
+class RouterWindow:
+    """Router values of one layer, summed over `records` consecutive logged steps. `counts` are tokens per expert."""
+
+    first_step: int
+    last_step: int
+    first_line: int
+    last_line: int
+    records: int = 1
+    counts: list[int] = field(default_factory=list)
+    #: name -> (sum, number of finite values): drop_rate, token_entropy, aux_loss, ...
+    sums: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    def add(self, other: RouterWindow) -> None:
+        """Append the later window `other` to this one."""
+        self.last_step, self.last_line = other.last_step, other.last_line
+        self.records += other.records
+        if len(self.counts) == len(other.counts):
+            self.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
+        else:
+            self.counts = self.counts or list(other.counts)
+        for name, (total, number) in other.sums.items():
+            mine = self.sums.get(name, (0.0, 0))
+            self.sums[name] = (mine[0] + total, mine[1] + number)
+
+    def copy(self) -> RouterWindow:
+        """An independent copy, so that a pure detector may merge windows."""
+        return RouterWindow(self.first_step, self.last_step, self.first_line, self.last_line, self.records,
+                            list(self.counts), dict(self.sums))
+
+    def mean(self, name: str) -> float | None:
+        """The mean of scalar `name` over the window, or None where it was never measured."""
+        total, number = self.sums.get(name, (0.0, 0))
+        return total / number if number else None
+
+
+@dataclass(slots=True)
+class RouterLog:
+    """One layer's windows in order, at most `MAX_WINDOWS`."""
+
+    windows: list[RouterWindow] = field(default_factory=list)
+    _span: int = 1
+
+    def append(self, window: RouterWindow) -> None:
+        """Add one record; merges neighbours when the log is full."""
+        last = self.windows[-1] if self.windows else None
+        if last is not None and last.records < self._span:
+            last.add(window)
+            return
+        if len(self.windows) >= MAX_WINDOWS:
+            for left, right in zip(self.windows[::2], self.windows[1::2], strict=True):
+                left.add(right)
+            self.windows = self.windows[::2]
+            self._span *= 2
+        self.windows.append(window)
+
+
+@dataclass(kw_only=True)
+class MetricsLog(Artefact):
+    """A metrics file: scalar columns by key, router windows by layer, and the first and last step seen.
+
+    `steps_known` is false where records carry no step: they are then numbered from 1, and no step is reported.
+    """
+
+    series: dict[str, Series] = field(default_factory=dict)
+    routers: dict[int, RouterLog] = field(default_factory=dict)
+    first_step: int | None = None
+    last_step: int | None = None
+    steps_known: bool = True
+
+
+ARTEFACT = MetricsLog
+
+
+def sniff(head: bytes, name: str) -> float:
+    """Lines that are JSON objects with a step and numbers, or router values."""
+    if not head.lstrip().startswith(b"{"):
+        return 0.0
+    lines = head.split(b"\n")
+    for line in lines[:5] if len(lines) > 1 else ():
+        try:
+            record = _decode(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and _is_record(record):
+            return 0.9 if name.endswith(".jsonl") or "metrics" in name else 0.8
+    if _START.match(head) and (len(lines) == 1 or name.endswith(".jsonl")):
+        try:
+            record = _decode(head)
+        except ValueError:  # longer than the head, or torn
+            return 0.5 if name.endswith(".jsonl") else 0.0
+        return 0.8 if isinstance(record, dict) and _is_record(record) else 0.0
+    return 0.0
+
+
+def _is_record(record: dict[str, Any]) -> bool:
+    routed = any(_ROUTER_KEY.fullmatch(key) for key in record) or any(key in record for key in COUNT_KEYS)
+    numbers = sum(isinstance(value, (int, float)) and not isinstance(value, bool) for value in record.values())
+    special = any(value in _SPECIAL for value in record.values() if isinstance(value, str))
+    return routed or (any(key in record for key in STEP_KEYS) and (numbers >= 2 or special))
+
+
+def read(source: Source) -> MetricsLog | Unreadable:
+    """The whole file in one pass. Lines that are no record are counted and stated in `problem`."""
+    result = MetricsLog(path=source.path, format=NAME, bytes=source.bytes, lines=0)
+    bad: list[int] = []
+    number, records, torn = 0, 0, False
+    try:
+        with source.open() as stream:
+            for number, line, whole in _lines(stream):
+                if not line.strip():
+                    continue
+                try:
+                    record = _decode(line)
+                    if not isinstance(record, dict):
+                        raise ValueError("not an object")
+                    _take(result, record, number, records)
+                    records, torn = records + 1, False
+                except (ValueError, OverflowError):
+                    bad.append(number)
+                    torn = not whole
+    except ArtefactError as error:
+        result.problem, result.problem_severity = f"{error}; read up to line {number:,}", "warning"
+    result.lines = number
+    if not records:
+        return Unreadable(path=source.path, format=NAME, bytes=source.bytes, lines=number,
+                          problem=result.problem or "holds no metric record")
+    if bad and not result.problem:
+        result.problem = _bad_lines(bad, torn)
+        result.problem_severity = "info" if bad == [number] else "warning"
+    return result
+
+
+def _bad_lines(bad: list[int], torn: bool) -> str:
+    if len(bad) == 1:
+        return f"line {bad[0]:,} is {'cut off' if torn else 'not a JSON object'}"
+    return f"{len(bad):,} lines are not JSON objects, the first is line {bad[0]:,}"
+
+
+def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
+    """(1-based number, line, ends with a newline); of an over-long line only the first `MAX_LINE_BYTES`."""
+    number = 0
+    while line := stream.readline(MAX_LINE_BYTES):
+        number += 1
+        whole = tail = line.endswith(b"\n")
+        yield number, line, whole
+        while not tail and (rest := stream.readline(MAX_LINE_BYTES)):
+            tail = rest.endswith(b"\n")
+
+
+def _decode(line: bytes) -> Any:
+    """`line` as JSON. Raises ValueError for anything that is not, however hostile."""
+    try:
+        return msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        if b"NaN" not in line and b"Infinity" not in line:
+            raise ValueError("not JSON") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    try:
+        return json.loads(line)  # Python's own writer leaves bare NaN tokens
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _take(result: MetricsLog, record: dict[str, Any], line: int, index: int) -> None:
+    step = next((record[key] for key in STEP_KEYS if isinstance(record.get(key), (int, float))), None)
+    if isinstance(step, bool) or step is None or step != step or abs(step) > 2**53:
+        step, result.steps_known = index + 1, False
+    step = int(step)
+    result.first_step = step if result.first_step is None else result.first_step
+    result.last_step = step
+    for layer, fields in _routers(record):
+        _take_router(result, layer, fields, step, line)
+    for key, value in record.items():
+        if key in STEP_KEYS or _ROUTER_KEY.fullmatch(key):
+            continue
+        if isinstance(value, str):
+            value = _SPECIAL.get(value)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            column = result.series.get(key)
+            if column is None:
+                if len(result.series) >= MAX_KEYS:
+                    raise ValueError("more keys than a metrics file has")
+                column = result.series[key] = Series()
+            column.steps.append(step)
+            column.lines.append(line)
+            column.values.append(float(value))
+
+
+def _routers(record: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(layer, values) for each layer that a record speaks of, in any of the shapes above."""
+    flat: dict[int, dict[str, Any]] = {}
+    for key, value in record.items():
+        if match := _ROUTER_KEY.fullmatch(key):
+            flat.setdefault(int(match[1][:9]), {})[match[2]] = value
+    yield from flat.items()
+    if any(key in record for key in COUNT_KEYS):
+        layer = record.get("layer", record.get("layer_idx", 0))
+        if (match := _LAYER_KEY.fullmatch(str(layer))) is not None:
+            yield int(match[1][:9]), record
+    layers = record.get("layers")
+    nested: Iterable[tuple[Any, Any]] = ()
+    if isinstance(layers, dict):
+        nested = layers.items()
+    elif isinstance(layers, list):
+        nested = enumerate(layers)
+    for layer, values in nested:
+        if isinstance(values, dict) and (match := _LAYER_KEY.fullmatch(str(layer))) is not None:
+            yield int(match[1][:9]), values
+
+
+def _take_router(result: MetricsLog, layer: int, fields: dict[str, Any], step: int, line: int) -> None:
+    counts: list[Any] = next((fields[key] for key in COUNT_KEYS if isinstance(fields.get(key), list)), [])
+    if not all(isinstance(c, (int, float)) and not isinstance(c, bool) and 0 <= c < 2**53 for c in counts):
+        counts = []
+    sums: dict[str, tuple[float, int]] = {}
+    for key, value in fields.items():
+        if isinstance(value, str):
+            value = _SPECIAL.get(value)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf"):
+            sums[key] = (float(value), 1)
+    window = RouterWindow(step, step, line, line, 1, [round(c) for c in counts], sums)
+    result.routers.setdefault(layer, RouterLog()).append(window)
