@@ -1,0 +1,56 @@
+"""The process groups of a run, made once, by one function, in one order on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pdtrain.parallel.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Meshes:
+    """One world mesh seen through two factorisations of the same ranks.
+
+    world  all token ranks: the router and the shared experts, which every token visits (router DP)
+    dense  (dp, tp): attention, dense FFN, embedding and head
+    sparse (edp, ep): routed experts
+    """
+
+    layout: Layout
+    world: DeviceMesh
+    dense: DeviceMesh
+    sparse: DeviceMesh
+
+    @property
+    def dp(self) -> DeviceMesh:
+        return self.dense["dp"]
+
+    @property
+    def tp(self) -> DeviceMesh:
+        return self.dense["tp"]
+
+    @property
+    def edp(self) -> DeviceMesh:
+        return self.sparse["edp"]
+
+    @property
+    def ep(self) -> DeviceMesh:
+        return self.sparse["ep"]
+
+
+def create_meshes(layout: Layout, device_type: str) -> Meshes:
+    """Create every group of `layout`; the only place of the trainer that does. Needs an initialised default group.
+
+    Raises RuntimeError when a group's members differ from what `layout.groups()` printed at start.
+    """
+    world = init_device_mesh(device_type, (layout.world,), mesh_dim_names=("world",))
+    dense = world._unflatten(0, (layout.dp, layout.tensor), ("dp", "tp"))
+    sparse = world._unflatten(0, (layout.edp, layout.expert), ("edp", "ep"))
+    meshes = Meshes(layout, world, dense, sparse)
+    printed = layout.groups()
+    for family, mesh in (("dp", meshes.dp), ("tp", meshes.tp), ("edp", meshes.edp), ("ep", meshes.ep)):
+        if mesh.mesh.flatten().tolist() not in printed[family]:
+            raise RuntimeError(f"{family} group {mesh.mesh.tolist()} is not among the groups announced: {printed[family]}")
+    return meshes
