@@ -37,28 +37,30 @@ def derive_key(*parts: int) -> int:
 
 
 class Shuffle:
-    """A keyed bijection of 0 … size-1: a Feistel network over the next even power of two, cycle-walked into range."""
+    """A keyed bijection of 0 … size-1: a Feistel network over the next power of two, cycle-walked into range."""
 
     def __init__(self, size: int, *key: int) -> None:
         if size < 1:
             raise ValueError(f"a shuffle needs at least one element, not {size}")
         self.size = size
-        half = max(1, -(-(size - 1).bit_length() // 2))
-        self._shift = np.uint64(half)
-        self._mask = np.uint64((1 << half) - 1)
+        bits = max(2, (size - 1).bit_length())
+        self._low_bits = np.uint64(bits // 2)
+        self._low = np.uint64((1 << bits // 2) - 1)
+        self._high = np.uint64((1 << bits - bits // 2) - 1)
         self._keys = [derive_key(*key, size, number) for number in range(_ROUNDS)]
 
     def __call__(self, positions: NDArray[np.generic]) -> NDArray[np.int64]:
         """The elements at `positions` [n] of the shuffled order, int64 [n]."""
         values = self._encrypt(np.asarray(positions).astype(np.uint64))
         outside = values >= np.uint64(self.size)
-        while outside.any():  # at most three quarters of the domain lie outside, so a few walks suffice
+        while outside.any():  # less than half of the domain lies outside (three quarters at size 1): a few walks
             values[outside] = self._encrypt(values[outside])
             outside = values >= np.uint64(self.size)
         return values.astype(np.int64)
 
     def _encrypt(self, values: U64) -> U64:
-        left, right = values >> self._shift, values & self._mask
-        for key in self._keys:
-            left, right = right, left ^ (mix64(right, key) & self._mask)
-        return (left << self._shift) | right
+        high, low = values >> self._low_bits, values & self._low
+        for even, odd in zip(self._keys[::2], self._keys[1::2]):
+            high = high ^ (mix64(low, even) & self._high)
+            low = low ^ (mix64(high, odd) & self._low)
+        return (high << self._low_bits) | low
