@@ -13,9 +13,11 @@ from msgspec import Meta
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
+Ranks = Annotated[int, Meta(ge=1, le=1_048_576)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+OpenShare = Annotated[float, Meta(ge=0, lt=1)]
 Dtype = Literal["fp32", "bf16"]
 Recompute = Literal["none", "full"]
 
@@ -27,7 +29,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of every table of the configuration: immutable, keyword-only, unknown keys refused."""
 
 
-class Mla(Section):
+class Mla(Section, frozen=True):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): low-rank queries and keys/values."""
 
     q_lora_rank: Annotated[NonNegativeInt, Meta(description="rank of the query projection; 0: full rank")] = 0
@@ -37,7 +39,7 @@ class Mla(Section):
     v_head_dim: Annotated[PositiveInt, Meta(description="per-head value dimension")] = 128
 
 
-class Moe(Section):
+class Moe(Section, frozen=True):
     """Mixture-of-experts layers: router, routed experts, shared experts, balancing."""
 
     experts: Annotated[PositiveInt, Meta(description="routed experts per MoE layer")] = 8
@@ -58,10 +60,12 @@ class Moe(Section):
     bias_update_speed: Annotated[
         NonNegativeFloat, Meta(description="bias-update balancing step (usual: 0.001); 0: off")
     ] = 0.0
-    jitter: Annotated[Share, Meta(description="multiplicative noise on router inputs in training, against early lock-in")] = 0.0
+    jitter: Annotated[
+        OpenShare, Meta(description="multiplicative noise on router inputs in training, against early lock-in")
+    ] = 0.0
 
 
-class Model(Section):
+class Model(Section, frozen=True):
     """Shape of the decoder-only transformer."""
 
     vocab_size: Annotated[PositiveInt, Meta(description="rows of the embedding")] = 256
@@ -81,20 +85,26 @@ class Model(Section):
     moe: Moe = msgspec.field(default_factory=Moe)
 
 
-class ModulePolicy(Section):
+class ModulePolicy(Section, frozen=True):
     """One row of the module policy table: everything that may differ between modules of one model."""
 
-    tensor: Annotated[PositiveInt, Meta(description="tensor-parallel degree (attention; dense_ffn, shared_expert, embed_head follow it)")] = 1
-    expert: Annotated[PositiveInt, Meta(description="expert-parallel degree (experts only)")] = 1
-    dtype: Annotated[Dtype | None, Meta(description="compute dtype; absent: precision.all (router and norms stay FP32)")] = None
+    tensor: Annotated[
+        Ranks, Meta(description="tensor-parallel degree (attention; dense_ffn and embed_head follow it)")
+    ] = 1
+    expert: Annotated[Ranks, Meta(description="expert-parallel degree (experts only)")] = 1
+    dtype: Annotated[
+        Dtype | None, Meta(description="compute dtype; absent: precision.all (router and norms stay FP32)")
+    ] = None
     recompute: Annotated[Recompute, Meta(description="activation recomputation in the backward pass")] = "none"
     lr_scale: Annotated[NonNegativeFloat, Meta(description="factor on the learning rate")] = 1.0
     weight_decay_scale: Annotated[NonNegativeFloat, Meta(description="factor on the weight decay")] = 1.0
     clip: Annotated[PositiveFloat | None, Meta(description="own gradient-norm limit; absent: optimizer.clip")] = None
-    checkpoint_every: Annotated[PositiveInt | None, Meta(description="steps between saves; absent: checkpoint.every")] = None
+    checkpoint_every: Annotated[
+        PositiveInt | None, Meta(description="steps between saves; absent: checkpoint.every")
+    ] = None
 
 
-class Modules(Section):
+class Modules(Section, frozen=True):
     """The module policy table."""
 
     attention: ModulePolicy = msgspec.field(default_factory=ModulePolicy)
@@ -106,68 +116,85 @@ class Modules(Section):
     embed_head: ModulePolicy = msgspec.field(default_factory=ModulePolicy)
 
 
-class Parallel(Section):
+class Parallel(Section, frozen=True):
     """The world. Both factorisations must hold: ranks = pipeline x DP x tensor = pipeline x EDP x expert."""
 
-    ranks: Annotated[PositiveInt, Meta(description="compute ranks (world size without pools.update_ranks)")] = 1
-    pipeline: Annotated[PositiveInt, Meta(description="pipeline stages; planned today, not trained")] = 1
-    sequence_parallel: Annotated[bool, Meta(description="split norms along the sequence inside the tensor group")] = True
-    fsdp: Annotated[bool, Meta(description="shard dense parameters over DP and expert parameters over EDP; false: replicate")] = True
+    ranks: Annotated[Ranks, Meta(description="compute ranks (world size without pools.update_ranks)")] = 1
+    pipeline: Annotated[Ranks, Meta(description="pipeline stages; planned today, not trained")] = 1
+    sequence_parallel: Annotated[
+        bool, Meta(description="split norms along the sequence inside the tensor group")
+    ] = True
+    fsdp: Annotated[
+        bool, Meta(description="shard dense parameters over DP and expert parameters over EDP; false: replicate")
+    ] = True
 
 
-class Train(Section):
+class Train(Section, frozen=True):
     """Length, batch and determinism of the run."""
 
     steps: Annotated[PositiveInt, Meta(description="optimizer steps")] = 100
     seed: Annotated[NonNegativeInt, Meta(description="seed of initialisation and data order")] = 0
     sequence_length: Annotated[PositiveInt, Meta(description="tokens per sequence")] = 512
     micro_batch: Annotated[PositiveInt, Meta(description="sequences per DP rank per forward pass")] = 4
-    accumulation: Annotated[PositiveInt | None, Meta(description="micro-batches per step; absent: train_batch / (micro_batch x DP)")] = None
-    train_batch: Annotated[PositiveInt | None, Meta(description="sequences per step over all ranks; absent: micro_batch x accumulation x DP")] = None
+    accumulation: Annotated[
+        PositiveInt | None, Meta(description="micro-batches per step; absent: train_batch / (micro_batch x DP)")
+    ] = None
+    train_batch: Annotated[
+        PositiveInt | None,
+        Meta(description="sequences per step over all ranks; absent: micro_batch x accumulation x DP"),
+    ] = None
     threads: Annotated[PositiveInt, Meta(description="CPU threads per process; changes bits")] = 1
     log_every: Annotated[PositiveInt, Meta(description="steps between lines of metrics.jsonl")] = 1
     val_every: Annotated[NonNegativeInt, Meta(description="steps between validations; 0: only at the end")] = 0
-    val_sequences: Annotated[NonNegativeInt, Meta(description="sequences of the validation split to use; 0: no validation")] = 64
+    val_sequences: Annotated[
+        NonNegativeInt, Meta(description="sequences of the validation split to use; 0: no validation")
+    ] = 64
     timeout_seconds: Annotated[PositiveFloat, Meta(description="limit of one collective")] = 600.0
 
 
-class Optimizer(Section):
+class Optimizer(Section, frozen=True):
     """AdamW with FP32 states, its schedule and the default clip."""
 
     lr: Annotated[PositiveFloat, Meta(description="peak learning rate")] = 3e-4
-    beta1: Annotated[Share, Meta(description="first-moment decay")] = 0.9
-    beta2: Annotated[Share, Meta(description="second-moment decay")] = 0.95
+    beta1: Annotated[OpenShare, Meta(description="first-moment decay")] = 0.9
+    beta2: Annotated[OpenShare, Meta(description="second-moment decay")] = 0.95
     eps: Annotated[PositiveFloat, Meta(description="AdamW epsilon")] = 1e-8
     weight_decay: Annotated[NonNegativeFloat, Meta(description="decoupled weight decay")] = 0.1
-    clip: Annotated[PositiveFloat | None, Meta(description="gradient-norm limit of each module row without its own; absent: no clipping")] = 1.0
+    clip: Annotated[
+        PositiveFloat | None,
+        Meta(description="gradient-norm limit of each module row without its own; absent: no clipping"),
+    ] = 1.0
     warmup_steps: Annotated[NonNegativeInt, Meta(description="linear warm-up")] = 10
     schedule: Annotated[Literal["cosine", "linear", "constant"], Meta(description="decay after warm-up")] = "cosine"
     min_lr_ratio: Annotated[Share, Meta(description="final learning rate / peak")] = 0.1
 
 
-class Precision(Section):
+class Precision(Section, frozen=True):
     """Compute dtype of every row; routers, norms, losses and optimizer states stay FP32."""
 
     all: Annotated[Dtype, Meta(description="compute dtype of the rows that do not set their own")] = "fp32"
 
 
-class Data(Section):
+class Data(Section, frozen=True):
     """Where tokens come from."""
 
-    path: Annotated[str | None, Meta(description="file, glob or directory of text, JSONL, or .bin/.idx; absent: the Python standard library's sources")] = None
+    path: Annotated[
+        str | None,
+        Meta(description="file, glob or directory of text, JSONL or .bin/.idx; absent: Python's own library sources"),
+    ] = None
     tokenizer: Annotated[str | None, Meta(description="tokenizers JSON file; absent: bytes")] = None
     text_key: Annotated[str, Meta(description="field of a JSONL record that holds the text")] = "text"
-    val_share: Annotated[Share, Meta(description="share of documents held out for validation")] = 0.02
+    val_share: Annotated[OpenShare, Meta(description="share of documents held out for validation")] = 0.02
 
 
-class Checkpoint(Section):
+class Checkpoint(Section, frozen=True):
     """When and how many. A row's own `checkpoint_every` overrides `every`."""
 
     every: Annotated[NonNegativeInt, Meta(description="steps between saves; 0: only at the end and on SIGTERM")] = 0
     keep: Annotated[NonNegativeInt, Meta(description="complete checkpoints kept; 0: all")] = 3
 
 
-class Recorder(Section):
+class Recorder(Section, frozen=True):
     """The black box."""
 
     tensorboard: Annotated[bool, Meta(description="write TensorBoard files")] = True
@@ -177,14 +204,14 @@ class Recorder(Section):
     flight_recorder_entries: Annotated[NonNegativeInt, Meta(description="collectives kept for a dump; 0: off")] = 2000
 
 
-class Pools(Section):
+class Pools(Section, frozen=True):
     """Phase separation: forward/backward on the compute ranks, optimizer state and step on the update ranks."""
 
     mode: Annotated[Literal["off", "sync", "stream", "async"], Meta(description="off: one pool does both")] = "off"
     update_ranks: Annotated[NonNegativeInt, Meta(description="ranks of the update pool")] = 0
 
 
-class Run(Section):
+class Run(Section, frozen=True):
     """One run, whole."""
 
     model: Model = msgspec.field(default_factory=Model)

@@ -1,0 +1,1 @@
+"""The configurations that ship with the package, by name."""

@@ -1,0 +1,136 @@
+"""What follows from a configuration: degrees, batch, and the effective value of every row of the policy table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from pdtrain.config.schema import MODULES, Dtype, ModulePolicy, Run
+
+#: Rows that are FP32 whatever `precision.all` says, unless the row itself says otherwise (DOMAIN: a BF16 router is the
+#: first suspect when routing collapses, BF16 norms make the loss oscillate late).
+FP32_ROWS = ("router", "norm")
+#: Rows that are split over attention's tensor group.
+TENSOR_ROWS = ("attention", "dense_ffn", "embed_head")
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The arithmetic of one run: both factorisations of the ranks, the batch, and effective policies.
+
+    ranks = pipeline x dp x tp = pipeline x edp x ep; world = ranks + update_ranks;
+    train_batch [sequences] = micro_batch x accumulation x dp.
+    """
+
+    run: Run
+    world: int
+    ranks: int
+    update_ranks: int
+    pipeline: int
+    tp: int
+    dp: int
+    ep: int
+    edp: int
+    micro_batch: int
+    accumulation: int
+    train_batch: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step over all ranks."""
+        return self.train_batch * self.run.train.sequence_length
+
+    @property
+    def moe_layers(self) -> int:
+        """Blocks with an MoE instead of a dense FFN."""
+        return self.run.model.layers - self.run.model.dense_layers
+
+    def policy(self, row: str) -> ModulePolicy:
+        """The row as written.
+
+        Raises:
+            KeyError: `row` is none of `MODULES`.
+        """
+        if row not in MODULES:
+            raise KeyError(f"no module row {row!r}; rows are {', '.join(MODULES)}")
+        return getattr(self.run.modules, row)
+
+    def dtype(self, row: str) -> Dtype:
+        """Compute dtype: the row's own, else FP32 for router and norms, else `precision.all`."""
+        return self.policy(row).dtype or ("fp32" if row in FP32_ROWS else self.run.precision.all)
+
+    def tensor(self, row: str) -> int:
+        """Tensor-parallel degree in effect: attention's for the rows that follow it, else 1."""
+        return self.tp if row in TENSOR_ROWS else 1
+
+    def expert(self, row: str) -> int:
+        """Expert-parallel degree in effect: 1 for all rows but experts."""
+        return self.ep if row == "experts" else 1
+
+    def clip(self, row: str) -> float | None:
+        """Gradient-norm limit: the row's own, else `optimizer.clip`; None is no clipping."""
+        own = self.policy(row).clip
+        return self.run.optimizer.clip if own is None else own
+
+    def checkpoint_every(self, row: str) -> int:
+        """Steps between saves: the row's own, else `checkpoint.every`; 0 is only at the end."""
+        return self.policy(row).checkpoint_every or self.run.checkpoint.every
+
+    def lr(self, row: str) -> float:
+        """Peak learning rate of the row."""
+        return self.run.optimizer.lr * self.policy(row).lr_scale
+
+    def weight_decay(self, row: str) -> float:
+        """Decoupled weight decay of the row."""
+        return self.run.optimizer.weight_decay * self.policy(row).weight_decay_scale
+
+
+def stage_ranks(run: Run) -> int:
+    """Ranks of one pipeline stage, rounded down."""
+    return run.parallel.ranks // run.parallel.pipeline
+
+
+def data_degree(run: Run) -> int:
+    """DP: the ranks of a stage that see different data; at least 1, rounded down where nothing divides."""
+    return max(1, stage_ranks(run) // run.modules.attention.tensor)
+
+
+def fill(run: Run) -> Run:
+    """`run` with `accumulation` and `train_batch` filled in, where one follows from the other.
+
+    train_batch = micro_batch x accumulation x DP. What does not follow (nothing divides) is left as it is, and the
+    rules say why.
+    """
+    train, dp = run.train, data_degree(run)
+    per_pass = train.micro_batch * dp
+    accumulation, batch = train.accumulation, train.train_batch
+    if batch is None:
+        accumulation = accumulation or 1
+        batch = per_pass * accumulation
+    elif accumulation is None and batch % per_pass == 0:
+        accumulation = batch // per_pass
+    filled = msgspec.structs.replace(train, accumulation=accumulation, train_batch=batch)
+    return msgspec.structs.replace(run, train=filled)
+
+
+def resolve(run: Run) -> Resolved:
+    """The arithmetic of a validated run (one that `load_run` returned, or that `check` finds no error in)."""
+    run = fill(run)
+    if run.train.accumulation is None or run.train.train_batch is None:
+        raise ValueError("batch identity does not hold: check the run with pdtrain.config.rules.check first")
+    stage = stage_ranks(run)
+    return Resolved(
+        run=run,
+        world=run.parallel.ranks + run.pools.update_ranks,
+        ranks=run.parallel.ranks,
+        update_ranks=run.pools.update_ranks,
+        pipeline=run.parallel.pipeline,
+        tp=run.modules.attention.tensor,
+        dp=data_degree(run),
+        ep=run.modules.experts.expert,
+        edp=max(1, stage // run.modules.experts.expert),
+        micro_batch=run.train.micro_batch,
+        accumulation=run.train.accumulation,
+        train_batch=run.train.train_batch,
+    )
