@@ -1,0 +1,1 @@
+"""Accounting before a run: parameters, memory, FLOP and communication. No torch."""
