@@ -1,0 +1,121 @@
+"""Why a router may have gone wrong: DOMAIN's five suspects in their order, with what speaks for and against each.
+
+Order: router precision, balancing coefficient, learning rate, expert initialisation, data. The order is that of cost
+and of experience: the first is a one-line change and the most common. The evidence comes from the run's configuration
+and its curves; where neither says anything the verdict is "unknown", never a guess.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from diag.artefacts.metrics import MetricsLog
+from diag.artefacts.run_config import RunConfig
+
+Verdict = Literal["likely", "possible", "unlikely", "unknown"]
+
+#: Load-balance loss coefficient: usual start, and the top of the usual range.
+AUX_START, AUX_MAX = 0.01, 0.1
+#: Peak learning rates above this are unusual for a router trained with AdamW.
+HIGH_LR = 1e-3
+#: A router gradient norm this many times its level before the onset leads the collapse.
+GRAD_GROWTH = 5.0
+
+_FIXES = {
+    "router precision": "Compute router logits, softmax and top-k in FP32 ([modules.router] dtype = \"fp32\").",
+    "balancing": "Raise the load-balance loss in steps (model.moe.aux_loss 0.01 -> 0.03), or switch on bias-update "
+                 "balancing (model.moe.bias_update_speed = 0.001).",
+    "learning rate": "Lower the router's learning rate ([modules.router] lr_scale = 0.3) or lengthen the warm-up.",
+    "expert initialisation": "Give each expert its own seed; re-initialise dead experts from a live one plus noise.",
+    "data": "Scan the batches around the onset for repeated passages and one dominant source.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """One possible reason with its standing and the evidence for it."""
+
+    name: str
+    verdict: Verdict
+    evidence: str
+
+    def row(self) -> dict[str, str]:
+        """A flat row for `numbers`."""
+        return {"suspect": self.name, "verdict": self.verdict, "evidence": self.evidence}
+
+
+def suspects(log: MetricsLog, config: RunConfig | None, onset: int | None) -> list[Suspect]:
+    """The five suspects in the order in which to check them."""
+    return [_precision(config), _balancing(config), _learning_rate(log, config, onset), _initialisation(log, onset),
+            Suspect("data", "unknown", "not visible in metrics; look at the documents of the onset step")]
+
+
+def fix_order(found: list[Suspect]) -> list[str]:
+    """What to do first: the likely, then the possible and unknown, in the suspects' order; the unlikely last."""
+    rank = {"likely": 0, "possible": 1, "unknown": 2, "unlikely": 3}
+    ordered = sorted(found, key=lambda suspect: rank[suspect.verdict])
+    return [_FIXES[suspect.name] for suspect in ordered if suspect.verdict != "unlikely"] or [_FIXES["balancing"]]
+
+
+def _precision(config: RunConfig | None) -> Suspect:
+    name = "router precision"
+    if config is None or config.get("modules.router") is None:
+        return Suspect(name, "unknown", "no configuration beside the metrics")
+    dtype = config.get("modules.router.dtype")
+    if dtype not in (None, "fp32", "float32"):
+        return Suspect(name, "likely", f"modules.router.dtype = {dtype}")
+    return Suspect(name, "unlikely", "the router runs in FP32")
+
+
+def _balancing(config: RunConfig | None) -> Suspect:
+    name = "balancing"
+    aux = config.number("model.moe.aux_loss") if config else None
+    if config is None or aux is None:
+        return Suspect(name, "unknown", "no configuration beside the metrics")
+    bias = config.number("model.moe.bias_update_speed") or 0.0
+    said = f"aux_loss = {aux:g}, bias_update_speed = {bias:g}"
+    if not aux and not bias:
+        return Suspect(name, "likely", f"no balancing is on: {said}")
+    if aux < AUX_START and not bias:
+        return Suspect(name, "likely", f"{said}; usual start {AUX_START:g}")
+    return Suspect(name, "possible" if aux < AUX_MAX else "unlikely", said)
+
+
+def _learning_rate(log: MetricsLog, config: RunConfig | None, onset: int | None) -> Suspect:
+    name = "learning rate"
+    growth = _growth(log, onset)
+    if growth is not None and growth >= GRAD_GROWTH:
+        return Suspect(name, "likely", f"grad_norm/router grew {growth:.0f} times before step {onset:,}")
+    peak = config.number("optimizer.lr") if config else None
+    if config is None or peak is None:
+        return Suspect(name, "unknown", "no configuration beside the metrics")
+    scale = config.number("modules.router.lr_scale")
+    lr = peak * (1.0 if scale is None else scale)
+    if lr > HIGH_LR:
+        return Suspect(name, "possible", f"peak {lr:g} for the router; usual at most {HIGH_LR:g}")
+    return Suspect(name, "unlikely", f"peak {lr:g} for the router")
+
+
+def _growth(log: MetricsLog, onset: int | None) -> float | None:
+    """Largest router gradient norm in the steps just before the onset, over the median of those before them."""
+    series = log.series.get("grad_norm/router")
+    if series is None or onset is None:
+        return None
+    before = [v for s, v in zip(series.steps, series.values, strict=True) if s <= onset and v == v]
+    if len(before) < 20:
+        return None
+    lead = max(5, len(before) // 10)
+    level = sorted(before[:-lead])[len(before[:-lead]) // 2]
+    return max(before[-lead:]) / level if level > 0 else None
+
+
+def _initialisation(log: MetricsLog, onset: int | None) -> Suspect:
+    name = "expert initialisation"
+    if onset is None or log.first_step is None or not log.steps_known:
+        return Suspect(name, "unknown", "the onset is not known")
+    if log.first_step > 1:
+        return Suspect(name, "unknown", f"the metrics begin at step {log.first_step:,}")
+    if onset <= log.first_step + 1:
+        return Suspect(name, "possible", "uneven from the first step on")
+    return Suspect(name, "unlikely", f"even until step {onset:,}")
