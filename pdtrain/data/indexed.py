@@ -34,10 +34,11 @@ def open_indexed(prefixes: Sequence[Path], names: Sequence[str]) -> TokenStore:
         ArtefactError: a file is missing, truncated, of an unknown version or dtype, or its index contradicts itself.
     """
     parts, tables, identity = [], [], xxhash.xxh3_128()
-    for number, (prefix, name) in enumerate(zip(prefixes, names)):
+    for number, prefix in enumerate(prefixes):
         tokens, table = _open(prefix, number)
-        identity.update(_content(tokens, table).to_bytes(16, "little"))
-        table["key"] = mix64(np.arange(len(table)), int(xxhash.xxh3_64_intdigest(name.encode())))
+        content = _content(tokens, table)
+        identity.update(content.to_bytes(16, "little"))
+        table["key"] = mix64(np.arange(len(table)), content & (1 << 64) - 1)
         parts.append(tokens)
         tables.append(table)
     return TokenStore(parts, np.concatenate(tables), list(names), identity.hexdigest())

@@ -16,9 +16,9 @@ _MASK = (1 << 64) - 1
 _ROUNDS = 6  # four make a Feistel network pseudo-random (Luby and Rackoff 1988); two more for tiny domains
 
 
-def mix64(values: NDArray[np.generic] | int, key: int = 0) -> U64:
-    """A 64-bit hash of each integer under `key`: the SplitMix64 finaliser (Steele, Lea, Flood 2014)."""
-    z = np.asarray(values).astype(np.uint64) + np.uint64((key * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & _MASK)
+def mix64(values: NDArray[np.generic], key: int = 0) -> U64:
+    """A 64-bit hash of each integer of an array under `key`: the SplitMix64 finaliser (Steele, Lea, Flood 2014)."""
+    z = values.astype(np.uint64) + np.uint64((key * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & _MASK)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,9 +47,10 @@ def resolve(path: str | None) -> Resolved:
         root, files = given.parent, [_companion(given)]
     else:
         matched = sorted(Path(found) for found in glob.glob(str(given), recursive=True))  # noqa: PTH207 - a glob may be absolute
-        root, files = Path(), [found for found in matched if found.is_file()]
+        files = [found for found in matched if found.is_file()]
         if not files:
             raise UsageError(f"data.path: no file, directory or glob match at {path}")
+        root = Path(os.path.commonpath([found.parent for found in files]))
     tokens = sorted({_prefix(found) for found in files if found.suffix in (".bin", ".idx")})
     text = [found for found in files if found.suffix not in (".bin", ".idx")]
     if tokens and text:
