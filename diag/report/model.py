@@ -120,11 +120,16 @@ def number(value: Any) -> str:
     return str(value)
 
 
-def place(finding_path: str, line: int | None, offset: int | None = None) -> str:
+def numeric(text: str) -> bool:
+    """True for what `number` makes of a number, and for the empty cell: such cells are set to the right."""
+    return not text or text.lstrip("-").replace(",", "").replace(".", "").replace("e-", "").replace("e+", "").isdigit()
+
+
+def place(path: str, line: int | None, offset: int | None = None) -> str:
     """`path:line`, or `path@offset` for binary files."""
     if line is not None:
-        return f"{finding_path}:{line}"
-    return f"{finding_path}@{offset}" if offset is not None else finding_path
+        return f"{path}:{line}"
+    return f"{path}@{offset}" if offset is not None else path
 
 
 def size(count: int) -> str:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 LABEL = 11
+#: Prose is not wider than this, however wide the terminal; tables and evidence lines are.
+PROSE_WIDTH = 120
 #: Characters of one evidence line; a traceback's last line and an NCCL line fit, a dumped tensor does not.
 EVIDENCE_CHARS = 400
 STYLES = {"failed": "bold red", "degraded": "bold yellow", "healthy": "bold green", "unknown": "bold magenta"}
@@ -53,6 +55,7 @@ class _Page:
             self.details(root)
             self.folded(model.explained_by_root(report))
             self.advice(root)
+            self.numbers(root)
         rest = model.others(report)
         for finding in rest[: 2 * model.MAX_FOLDED]:
             self.gap()
@@ -63,13 +66,12 @@ class _Page:
         self.closing(report, root)
 
     def details(self, finding: Finding) -> None:
-        """Where, cause, evidence and numbers of the root."""
+        """Where, cause and evidence of the root."""
         where = model.where_words(finding.where)
         if where:
             self.field("where", " · ".join(where), "bold")
         self.field("cause", f"{finding.cause}  (confidence {finding.confidence:.2f})")
         self.evidence(finding.evidence)
-        self.numbers(finding)
 
     def evidence(self, items: list[Evidence]) -> None:
         for index, item in enumerate(items[: model.MAX_EVIDENCE]):
@@ -84,6 +86,7 @@ class _Page:
     def numbers(self, finding: Finding) -> None:
         scalars = model.scalars(finding)
         if scalars:
+            self.gap()
             self.field("numbers", " · ".join(f"{name} {text}" for name, text in scalars))
         for name, columns, rows in model.tables(finding):
             self.table(name, columns, rows)
@@ -103,6 +106,8 @@ class _Page:
             self.field("explains" if not index else "", f"{cause}{times}{who}: {members[0].summary}", "dim")
 
     def advice(self, finding: Finding) -> None:
+        if finding.fix:
+            self.gap()
         for number, step in enumerate(finding.fix, 1):
             self.field("do this" if number == 1 else "", f"{number}. {step}", hang=3)
 
@@ -158,7 +163,7 @@ class _Page:
     def _hanging(self, label: Text, body: Text, indent: int, hang: int) -> None:
         """`label`, then `body` wrapped in the column beside it, continuation lines hung by `hang`."""
         body.overflow = "fold"
-        room = max(self.console.width - indent, 20)
+        room = max(min(self.console.width, PROSE_WIDTH) - indent, 20)
         lines = body.wrap(self.console, room)
         if hang and len(lines) > 1:
             rest = body[len(lines[0]) :]
@@ -177,7 +182,9 @@ class _Page:
         from rich.text import Text
 
         shown = [[printable(cell, 80) for cell in row] for row in rows[: model.MAX_ROWS]]
-        keep, widths, room = [], {}, self.console.width - 2
+        keep: list[int] = []
+        widths: dict[int, int] = {}
+        room = self.console.width - 2
         for index, column in enumerate(columns):
             cells = max(len(row[index]) for row in shown)
             wordy = any(" " in row[index] for row in shown)
@@ -188,7 +195,7 @@ class _Page:
             keep.append(index)
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim", show_edge=False)
         for index in keep:
-            numeric = all(_numeric(row[index]) for row in shown)
+            numeric = all(model.numeric(row[index]) for row in shown)
             wordy = any(" " in row[index] for row in shown)
             table.add_column(Text(_head(columns[index])), justify="right" if numeric else "left", overflow="fold",
                              width=None if wordy else widths[index], min_width=widths[index])
@@ -206,8 +213,3 @@ class _Page:
 
 def _head(column: str) -> str:
     return column.replace("_", " ")
-
-
-def _numeric(text: str) -> bool:
-    return not text or text.lstrip("-").replace(",", "").replace(".", "").replace("e", "").replace("-", "").replace(
-        "+", "").isdigit()
