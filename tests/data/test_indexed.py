@@ -15,7 +15,7 @@ TYPECODES = {1: "B", 4: "i", 5: "q", 8: "H"}
 
 
 def write_indexed(prefix, documents, code=8, modes=False):
-    """`documents`: lists of sequences, each a list of ids. Everything little-endian, as on the machines that write it."""
+    """`documents`: lists of sequences, each a list of ids. All little-endian."""
     sequences = [sequence for document in documents for sequence in document]
     tokens = array.array(TYPECODES[code], [token for sequence in sequences for token in sequence])
     prefix.with_name(prefix.name + ".bin").write_bytes(tokens.tobytes())
@@ -104,7 +104,7 @@ def patched(path, offset, value):
 def test_every_cut_of_the_index_is_noticed(prefix):
     index = prefix.with_name(prefix.name + ".idx")
     whole = index.read_bytes()
-    for size in [*range(0, 60), len(whole) // 2, len(whole) - 8, len(whole) - 1]:
+    for size in [*range(60), len(whole) // 2, len(whole) - 8, len(whole) - 1]:
         index.write_bytes(whole[:size])
         message = refusal(prefix)
         assert index.name in message and ("truncated" in message or "MMIDIDX" in message), (size, message)
