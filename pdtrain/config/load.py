@@ -7,15 +7,17 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from diag.errors import UsageError
 from pdtrain.config import keys
-from pdtrain.config.mistakes import NOTHING, Mistake, show
+from pdtrain.config.mistakes import NOTHING, UNKNOWN, Mistake, UnknownValue, show
 from pdtrain.config.resolved import fill
 from pdtrain.config.rules import check, refusals
 from pdtrain.config.schema import Run
@@ -79,17 +81,15 @@ def read_run(
     label, name, text = _read(source, preset)
     reader = _Reader(label)
     run = reader.build(_parse(text, label), overrides)
-    if world is not None and not reader.mistakes:
-        run, clash = _fit_world(run, world)
-        reader.mistakes += clash
-    if not reader.mistakes:
-        filled = fill(run)
-        found = [*check(filled), *(refusals(filled) if train else ())]
-        reader.mistakes += [mistake for mistake in found if not mistake.warning]
-        lines = [mistake.line(reader.sources, label) for mistake in found if mistake.warning]
-        if not reader.mistakes:
-            return Loaded(filled, name, tuple(lines))
-    raise UsageError(together([mistake.line(reader.sources, label) for mistake in reader.mistakes]))
+    with suppress(UnknownValue):
+        run = fill(run if world is None else _fit_world(run, world))
+    if world is not None:
+        reader.sources["parallel.ranks"] = f"a job of {world} rank{'' if world == 1 else 's'}"
+    found = [*check(run), *(refusals(run) if train else ())]
+    reader.mistakes += [mistake for mistake in found if not mistake.warning]
+    if reader.mistakes:
+        raise UsageError(together([mistake.line(reader.sources, label) for mistake in reader.mistakes]))
+    return Loaded(run, name, tuple(mistake.line(reader.sources, label) for mistake in found))
 
 
 def together(lines: Sequence[str]) -> str:
@@ -139,13 +139,9 @@ def _parse(text: str, label: str) -> dict[str, Any]:
         raise UsageError(f"{label}: not valid TOML: nested too deeply") from None
 
 
-def _fit_world(run: Run, world: int) -> tuple[Run, list[Mistake]]:
-    """`run` on a job of `world` ranks: the update pool keeps its size, the rest computes."""
-    ranks = world - run.pools.update_ranks
-    if ranks < 1:
-        what = f"leaves no compute rank in a job of {world}"
-        return run, [Mistake("pools.update_ranks", run.pools.update_ranks, what, "start more processes")]
-    return msgspec.structs.replace(run, parallel=msgspec.structs.replace(run.parallel, ranks=ranks)), []
+def _fit_world(run: Run, world: int) -> Run:
+    """`run` on a job of `world` ranks: the update pool keeps its size, the rest computes. May leave no rank at all."""
+    return replace(run, parallel=replace(run.parallel, ranks=world - run.pools.update_ranks))
 
 
 class _Reader:
@@ -182,6 +178,8 @@ class _Reader:
                 has = f"[{table.name}] has" if table.name else "the sections are"
                 advice = f"did you mean {near}?" if near else f"{has} {_names(table)}"
                 self._wrong(dotted, NOTHING, "is not a known key", where, advice)
+                if near in keys.all_keys() and near not in self.values:
+                    self.values[near] = UNKNOWN  # most likely meant: its default says nothing
 
     def _value(self, key: keys.Key, value: Any, where: str, literal: str | None) -> None:
         if literal is not None and key.text and not isinstance(value, str):
@@ -194,6 +192,7 @@ class _Reader:
                 raise msgspec.ValidationError("infinite")
         except msgspec.ValidationError:
             self._wrong(key.name, value, f"is {_fault(value, key)}", where, f"expected {key.expected}")
+            self.values[key.name] = UNKNOWN
             return
         self.values[key.name] = converted
         self.sources[key.name] = where
@@ -215,7 +214,7 @@ class _Reader:
     def _struct(self, table: keys.Table) -> msgspec.Struct:
         changed = {name: self.values[key.name] for name, key in table.keys.items() if key.name in self.values}
         inner = {name: self._struct(sub) for name, sub in table.tables.items()}
-        return msgspec.structs.replace(table.defaults, **changed, **inner)
+        return replace(table.defaults, **changed, **inner)
 
 
 def _toml_value(literal: str) -> Any:

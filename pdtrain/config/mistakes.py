@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 #: Values longer than this are cut in messages.
 SHOWN = 80
@@ -45,6 +45,24 @@ class _Nothing:
 
 
 NOTHING = _Nothing()
+
+
+class UnknownValue(Exception):
+    """A rule looked at a key whose value is already known to be wrong: it cannot be judged yet."""
+
+
+class _Unknown:
+    """Stands for the value of such a key; every use of it ends the rule, so that no mistake is reported twice."""
+
+    def _raise(self, *_: object) -> NoReturn:
+        raise UnknownValue
+
+    __bool__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __str__ = __format__ = __index__ = _raise
+    __add__ = __radd__ = __mul__ = __rmul__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __neg__ = _raise
+    __getattr__ = _raise
+
+
+UNKNOWN = _Unknown()
 
 
 def one_of(values: Iterable[Any]) -> str:

@@ -7,9 +7,10 @@ that they find is shown at once. docs/config.md shows the line that each prints.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
-from pdtrain.config.mistakes import Mistake, divisors
+from pdtrain.config.mistakes import NOTHING, Mistake, UnknownValue, divisors
 from pdtrain.config.resolved import FP32_ROWS, TENSOR_ROWS, data_degree, stage_ranks
 from pdtrain.config.schema import MODULES, Run
 from pdtrain.parallel.layout import Layout
@@ -31,22 +32,39 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 
 def check(run: Run) -> list[Mistake]:
     """Every mistake and warning of `run` (after `fill`); mistakes first."""
-    found = [mistake for rule in RULES for mistake in rule(run)]
-    return sorted(found, key=lambda mistake: mistake.warning)
+    return sorted(_ask(RULES, run), key=lambda mistake: mistake.warning)
 
 
 def refusals(run: Run) -> list[Mistake]:
     """What can be planned and dry-run today, but not trained."""
-    return [mistake for rule in REFUSALS for mistake in rule(run)]
+    return _ask(REFUSALS, run)
+
+
+def _ask(rules: Sequence[Rule], run: Run) -> list[Mistake]:
+    found: list[Mistake] = []
+    for rule in rules:
+        with suppress(UnknownValue):  # it depends on a key that is wrong by itself
+            found += list(rule(run))
+    return found
 
 
 def tensor_divides_heads(run: Run) -> Iterator[Mistake]:
-    tensor, model = run.modules.attention.tensor, run.model
-    legal = divisors(math.gcd(model.heads, model.kv_heads) if model.attention == "gqa" else model.heads)
+    tensor, model, heads = run.modules.attention.tensor, run.model, _splittable_heads(run)
     if model.heads % tensor:
-        yield Mistake("modules.attention.tensor", tensor, f"does not divide {model.heads} heads", legal)
-    elif model.attention == "gqa" and model.kv_heads % tensor:
-        yield Mistake("modules.attention.tensor", tensor, f"does not divide {model.kv_heads} key/value heads", legal)
+        yield Mistake("modules.attention.tensor", tensor, f"does not divide {model.heads} heads", divisors(heads))
+    elif heads % tensor:
+        what = f"does not divide {model.kv_heads} key/value heads"
+        yield Mistake("modules.attention.tensor", tensor, what, divisors(heads))
+
+
+def _splittable_heads(run: Run) -> int:
+    model = run.model
+    return math.gcd(model.heads, model.kv_heads) if model.attention == "gqa" else model.heads
+
+
+def _tensor_is_legal(run: Run) -> bool:
+    """False when tensor_divides_heads has spoken: what else that degree would break is noise."""
+    return _splittable_heads(run) % run.modules.attention.tensor == 0
 
 
 def tensor_divides_widths(run: Run) -> Iterator[Mistake]:
@@ -55,7 +73,7 @@ def tensor_divides_widths(run: Run) -> Iterator[Mistake]:
     if model.dense_layers:
         widths["model.ffn_hidden"] = (model.ffn_hidden, "the dense FFN's width")
     for key, (width, noun) in widths.items():
-        if width % tensor:
+        if width % tensor and _tensor_is_legal(run):
             yield Mistake(
                 key, width, f"({noun}) is not divisible by modules.attention.tensor = {tensor}",
                 f"use a multiple of {tensor}, such as {-(-width // tensor) * tensor}",
@@ -64,7 +82,7 @@ def tensor_divides_widths(run: Run) -> Iterator[Mistake]:
 
 def sequence_parallel_divides(run: Run) -> Iterator[Mistake]:
     tensor, length = run.modules.attention.tensor, run.train.sequence_length
-    if run.parallel.sequence_parallel and length % tensor:
+    if run.parallel.sequence_parallel and length % tensor and _tensor_is_legal(run):
         yield Mistake(
             "train.sequence_length", length,
             f"is not divisible by modules.attention.tensor = {tensor}, which sequence parallel needs",
@@ -80,14 +98,18 @@ def expert_divides_experts(run: Run) -> Iterator[Mistake]:
 
 def ranks_factorise(run: Run) -> Iterator[Mistake]:
     ranks, pipeline = run.parallel.ranks, run.parallel.pipeline
-    tensor, expert = run.modules.attention.tensor, run.modules.experts.expert
+    if ranks < 1:
+        what = f"leaves no compute rank in a job of {ranks + run.pools.update_ranks}"
+        yield Mistake("pools.update_ranks", run.pools.update_ranks, what, "start more processes")
+        return
+    tensor, expert, experts = run.modules.attention.tensor, run.modules.experts.expert, run.model.moe.experts
     unit = pipeline * math.lcm(tensor, expert)
     near = [multiple for multiple in (ranks // unit * unit, -(-ranks // unit) * unit) if multiple]
     for degree, kind, name, key in (
         (tensor, "DP x tensor", "attention", "modules.attention.tensor"),
         (expert, "EDP x expert", "experts", "modules.experts.expert"),
     ):
-        if ranks % (pipeline * degree):
+        if ranks % (pipeline * degree) and (_tensor_is_legal(run) if name == "attention" else experts % expert == 0):
             product = f"pipeline {pipeline} x {kind} {degree}" if pipeline > 1 else f"{kind} {degree}"
             choices = [size for size in divisors(ranks // pipeline) if size <= degree] if ranks % pipeline == 0 else []
             lower = f", or {key} = {choices[-1]}" if choices else ""
@@ -132,7 +154,7 @@ def group_families(run: Run) -> Iterator[Mistake]:
         return  # no layout: ranks_factorise says so
     if len(families) > MOST_FAMILIES:
         yield Mistake(
-            "parallel", "", f"needs {len(families)} group families ({' + '.join(families)})",
+            "[parallel]", NOTHING, f"needs {len(families)} group families ({' + '.join(families)})",
             f"more than {MOST_FAMILIES} contend for communicators and can be slower than no separation", warning=True,
         )  # fmt: skip
 
@@ -337,6 +359,14 @@ def no_pipeline_yet(run: Run) -> Iterator[Mistake]:
         )  # fmt: skip
 
 
+def sequence_parallel_is_on(run: Run) -> Iterator[Mistake]:
+    if run.modules.attention.tensor > 1 and not run.parallel.sequence_parallel:
+        yield Mistake(
+            "parallel.sequence_parallel", False, "cannot be trained yet with tensor parallelism, only planned",
+            "use true, or modules.attention.tensor = 1",
+        )  # fmt: skip
+
+
 def no_pools_yet(run: Run) -> Iterator[Mistake]:
     if run.pools.mode != "off":
         yield Mistake(
@@ -368,4 +398,4 @@ RULES: tuple[Rule, ...] = (
     bytes_fit_the_vocabulary,
     pools_have_ranks,
 )
-REFUSALS: tuple[Rule, ...] = (no_pipeline_yet, no_pools_yet)
+REFUSALS: tuple[Rule, ...] = (no_pipeline_yet, sequence_parallel_is_on, no_pools_yet)

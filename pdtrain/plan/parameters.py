@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 
 from pdtrain.config.schema import MODULES, Model
 
-ACTIVATED_CONVENTION = (
-    "per token: top-k routed and all shared experts, everything else whole, the head included, the embedding lookup not"
-)
+ACTIVATED_CONVENTION = "per token: top-k routed and all shared experts, head included, embedding lookup excluded"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,106 @@
+"""What a run will look like, before any process starts: groups with their ranks, batch, policies and parameter counts.
+
+`as_json` is documented in docs/train.md and is a public interface; `as_text` is for people and may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pdtrain.config.resolved import Resolved
+from pdtrain.config.schema import MODULES
+from pdtrain.parallel.layout import Layout
+from pdtrain.plan.parameters import Parameters, count
+
+SCHEMA = "pdtrain.dryrun/1"
+
+
+def as_json(resolved: Resolved, warnings: Sequence[str] = ()) -> dict[str, Any]:
+    """Everything resolved, with full rank lists and full digits."""
+    layout, counted = Layout.from_run(resolved.run), count(resolved.run.model)
+    return {
+        "schema": SCHEMA,
+        "world": resolved.world,
+        "ranks": resolved.ranks,
+        "update_ranks": resolved.update_ranks,
+        "axes": layout.axes,
+        "families": layout.families(),
+        "groups": layout.groups(),
+        "batch": {
+            "micro_batch": resolved.micro_batch,
+            "accumulation": resolved.accumulation,
+            "data_parallel": resolved.dp,
+            "train_batch": resolved.train_batch,
+            "tokens_per_step": resolved.tokens_per_step,
+        },
+        "modules": {row: _row(resolved, counted, row) for row in MODULES},
+        "parameters": {
+            "total": counted.total,
+            "trained": counted.trained,
+            "routing_bias": counted.routing_bias,
+            "activated": counted.activated,
+            "activated_convention": counted.convention,
+            "activated_with_embedding": counted.activated_with_embedding,
+        },
+        "warnings": list(warnings),
+    }
+
+
+def _row(resolved: Resolved, counted: Parameters, row: str) -> dict[str, Any]:
+    return {
+        "tensor": resolved.tensor(row),
+        "expert": resolved.expert(row),
+        "dtype": resolved.dtype(row),
+        "recompute": resolved.policy(row).recompute,
+        "lr": resolved.lr(row),
+        "weight_decay": resolved.weight_decay(row),
+        "clip": resolved.clip(row),
+        "checkpoint_every": resolved.checkpoint_every(row),
+        "parameters": counted.rows[row].total,
+        "activated": counted.rows[row].activated,
+    }
+
+
+def as_text(resolved: Resolved) -> str:
+    """The same for people."""
+    return "\n".join([Layout.from_run(resolved.run).text(), *_batch(resolved), *_modules(resolved), *_counts(resolved)])
+
+
+def _batch(resolved: Resolved) -> Iterator[str]:
+    yield (
+        f"batch: {resolved.train_batch:,} sequences of {resolved.run.train.sequence_length:,}"
+        f" = {resolved.tokens_per_step:,} tokens per step"
+        f" = micro-batch {resolved.micro_batch} x accumulation {resolved.accumulation} x DP {resolved.dp}"
+    )
+
+
+def _modules(resolved: Resolved) -> Iterator[str]:
+    counted = count(resolved.run.model)
+    yield (
+        f"  {'module':<14}{'layout':<18}{'dtype':<6}{'recompute':<10}{'lr':>8} {'decay':>6} {'clip':>5}"
+        f" {'save every':>10} {'parameters':>19} {'activated':>16}"
+    )
+    for row in MODULES:
+        policy, clip, every = resolved.policy(row), resolved.clip(row), resolved.checkpoint_every(row)
+        yield (
+            f"  {row:<14}{_placement(resolved, row):<18}{resolved.dtype(row):<6}{policy.recompute:<10}"
+            f"{resolved.lr(row):>8.2g} {resolved.weight_decay(row):>6.2g} {'-' if clip is None else f'{clip:g}':>5}"
+            f" {every or 'at end':>10} {counted.rows[row].total:>19,} {counted.rows[row].activated:>16,}"
+        )
+
+
+def _placement(resolved: Resolved, row: str) -> str:
+    if row == "experts":
+        return f"EP {resolved.ep} x EDP {resolved.edp}"
+    if row in ("router", "shared_expert"):
+        return f"DP {resolved.ranks // resolved.pipeline}"
+    return f"TP {resolved.tp} x DP {resolved.dp}" if resolved.tensor(row) > 1 else f"DP {resolved.dp}"
+
+
+def _counts(resolved: Resolved) -> Iterator[str]:
+    counted = count(resolved.run.model)
+    bias = counted.routing_bias
+    split = f" = {counted.trained:,} trained + {bias:,} routing-bias entries" if bias else ""
+    yield f"parameters: {counted.total:,}{split}"
+    yield f"activated: {counted.activated:,} ({counted.convention}); {counted.activated_with_embedding:,} with it"
