@@ -34,11 +34,11 @@ white-space:pre-wrap}
 ol{padding-left:1.4rem}li{margin:.3rem 0}
 .scroll{overflow-x:auto;margin:.6rem 0}
 table{border-collapse:collapse;font-size:.85rem;overflow-wrap:normal}
-th,td{padding:.3rem .6rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:bottom}
+th,td{padding:.3rem .6rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:top}
 th{color:var(--dim);font-weight:600}td.n{text-align:right;font-variant-numeric:tabular-nums}
 details,section.finding{border:1px solid var(--line);border-radius:.5rem;padding:.6rem .8rem;margin:.6rem 0}
 summary{cursor:pointer;font-weight:600}section.finding p{margin:.1rem 0 .4rem}
-svg.timeline{width:100%;min-width:34rem;height:auto;font-size:12px}
+svg.timeline{display:block;width:100%;max-width:44rem;height:auto;font-size:13px}
 svg text{fill:var(--dim)}svg text.guilty{fill:var(--failed);font-weight:700}svg line{stroke:var(--line)}
 svg circle{fill:var(--dim)}svg circle.root{fill:var(--failed)}svg circle.symptom{fill:var(--degraded)}
 """.strip()

@@ -14,7 +14,7 @@ from diag.schema import Evidence, Finding, Report
 
 #: What Markdown acts on anywhere in a line (an underscore inside a word is literal), and at its start.
 _SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<!\w)_|_(?!\w)")
-_START = re.compile(r"^(\d+)([.)])|^([#+=-])")
+_START = re.compile(r"^(\d+)([.)])(?=\s|$)|^([#+=-])")
 
 
 def render(report: Report) -> str:

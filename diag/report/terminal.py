@@ -22,6 +22,7 @@ LABEL = 11
 PROSE_WIDTH = 120
 #: Characters of one evidence line; a traceback's last line and an NCCL line fit, a dumped tensor does not.
 EVIDENCE_CHARS = 400
+EVIDENCE_LINES = 3
 STYLES = {"failed": "bold red", "degraded": "bold yellow", "healthy": "bold green", "unknown": "bold magenta"}
 SEVERITIES = {"fatal": "bold red", "error": "red", "warning": "yellow", "info": "dim"}
 
@@ -78,7 +79,7 @@ class _Page:
             place = printable(model.place(item.path, item.line, item.offset))
             extra = f"  rank {item.rank}" if item.rank is not None else ""
             self.field("evidence" if not index else "", f"{place}{extra}", "cyan")
-            self.line(printable(item.text, EVIDENCE_CHARS))
+            self.line(item.text)
         if len(items) > model.MAX_EVIDENCE:
             more = len(items) - model.MAX_EVIDENCE
             self.field("", f"{more} more line{'s' if more > 1 else ''} in --json", "dim")
@@ -120,7 +121,7 @@ class _Page:
         if finding.severity != "info" or finding.cause != "healthy":
             for item in finding.evidence[:2]:
                 place = printable(model.place(item.path, item.line, item.offset))
-                self.line(f"{place}  {printable(item.text, EVIDENCE_CHARS)}", "dim")
+                self.line(f"{place}  {item.text}", "dim")
         for name, columns, rows in model.tables(finding):
             self.table(name, columns, rows)
 
@@ -154,7 +155,9 @@ class _Page:
         from rich.padding import Padding
         from rich.text import Text
 
-        body = Text(text, style=style, overflow="fold")
+        room = max(self.console.width - LABEL - 4, 20)
+        limit = min(EVIDENCE_CHARS, EVIDENCE_LINES * room) if self.wrap else EVIDENCE_CHARS
+        body = Text(printable(text, limit), style=style, overflow="fold")
         if self.wrap:
             self.console.print(Padding(body, (0, 0, 0, LABEL + 4)))
         else:

@@ -16,8 +16,9 @@ from diag.report.text import printable
 from diag.schema import Finding, Report
 
 MAX_ROWS = 40
-ROW, LEFT, RIGHT, TOP = 26, 92, 20, 14
-WIDTH = 720
+#: User units of the drawing, chosen so that its text can be read when it is as wide as a phone.
+ROW, LEFT, RIGHT, TOP = 26, 88, 16, 10
+WIDTH = 460
 EVERYONE = -1
 
 #: (time, step) -> position, or None where it is not known
@@ -105,7 +106,7 @@ def _svg(marks: list[Mark], *, dated: bool) -> str:
             lines.append(f'<circle cx="{x(mark.at):.1f}" cy="{y:.0f}" r="{radius}" class="{mark.role}">'
                          f"<title>{escape(printable(mark.title, 200))}</title></circle>")
     foot = height - 10
-    left, right = (_clock(first), _clock(last)) if dated else (f"step {first:,.0f}", f"step {last:,.0f}")
+    left, right = _clocks(first, last) if dated else (f"step {first:,.0f}", f"step {last:,.0f}")
     lines.append(f'<text x="{LEFT}" y="{foot}">{left}</text>')
     lines.append(f'<text x="{WIDTH - RIGHT}" y="{foot}" text-anchor="end">'
                  f'{right}{f" (+{_span(last - first)})" if dated else ""}</text>')
@@ -115,8 +116,9 @@ def _svg(marks: list[Mark], *, dated: bool) -> str:
     return "\n".join(lines)
 
 
-def _clock(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+def _clocks(first: float, last: float) -> tuple[str, str]:
+    a, b = datetime.fromtimestamp(first, UTC), datetime.fromtimestamp(last, UTC)
+    return a.strftime("%Y-%m-%d %H:%M:%S"), b.strftime("%H:%M:%S" if a.date() == b.date() else "%m-%d %H:%M:%S")
 
 
 def _span(seconds: float) -> str:
