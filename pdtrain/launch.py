@@ -31,7 +31,7 @@ from pdtrain.recorder.environment import prepare_environment
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: torchrun's own shape, so that the same signatures read it.
-LINE = "%(levelname).1s%(asctime)s.%(msecs)03d000 %(process)d %(pathname)s:%(lineno)d] %(message)s"
+LINE = "%(levelname).1s%(asctime)s.%(msecs)03d000 %(process)d %(name)s:%(lineno)d] %(message)s"
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -89,13 +89,24 @@ def _explain(failure: Any, run_dir: Path) -> int:
         how, status = f"was killed by {signal.Signals(-status).name}", 128 - status
     else:
         how = f"ended with exit status {status}"
-    last = printable((first.message or "").strip().splitlines()[-1]) if status < 128 and first.message else ""
     if rank == 0 and status == UsageError.exit_status:
-        return status  # said by rank 0 on this terminal
-    reason = f": {last}" if last and not last.startswith("To enable traceback") else ""
-    print(f"pdtrain: rank {rank} failed first: {how}{reason}", file=sys.stderr)
+        return status  # rank 0 has said why, on this terminal
+    said = "" if rank == 0 else _last_line(run_dir, rank)
+    print(f"pdtrain: rank {rank} failed first: it {how}{said and f'; its last line: {said}'}", file=sys.stderr)
     print(f"pdtrain: for the cause: pdtrain diag postmortem {run_dir}", file=sys.stderr)
     return status
+
+
+def _last_line(run_dir: Path, rank: int) -> str:
+    """The last line that `rank` wrote to stderr in the newest attempt."""
+    files = (run_dir / "logs" / "torchrun").glob(f"*/attempt_*/{rank}/stderr.log")
+    newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
+    if newest is None:
+        return ""
+    with newest.open("rb") as stream:
+        stream.seek(max(0, newest.stat().st_size - 4096))
+        lines = stream.read().decode(errors="replace").strip().splitlines()
+    return printable(lines[-1].strip()[:200]) if lines else ""
 
 
 @contextmanager
@@ -112,12 +123,18 @@ def _environment(run_dir: Path, threads: int, entries: int) -> Iterator[None]:
         os.environ.update(before)
 
 
+class _LikeTorchrun(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        module = logging.makeLogRecord(record.__dict__ | {"name": f"{record.name.replace('.', '/')}.py"})
+        return super().format(module)
+
+
 @contextmanager
 def _agent_log(path: Path) -> Iterator[logging.Logger]:
     """The agent's log goes to a file instead of the terminal."""
     logger = logging.getLogger("torch.distributed.elastic")
     handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter(LINE, "%m%d %H:%M:%S"))
+    handler.setFormatter(_LikeTorchrun(LINE, "%m%d %H:%M:%S"))
     propagate, level = logger.propagate, logger.level
     logger.addHandler(handler)
     logger.propagate = False

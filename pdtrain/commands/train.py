@@ -69,7 +69,8 @@ def train(
     launcher = _launcher_world()
     ranks = world or nproc or (None if dry_run or print_config else launcher)
     loaded = read_run(config, preset=preset, overrides=overrides, world=ranks, train=not (dry_run or print_config))
-    if os.environ.get("RANK", "0") == "0":
+    own_copy = launcher is not None and run_dir is not None and config == run_dir / "config.toml"
+    if os.environ.get("RANK", "0") == "0" and not own_copy:  # who wrote that copy has said them
         for warning in loaded.warnings:
             print(f"pdtrain: warning: {warning}", file=sys.stderr)
     if print_config:
@@ -170,8 +171,13 @@ def _become_rank(run: Run, run_dir: Path | None, resume: str | None) -> int:
         raise UsageError("under torchrun give --run-dir: all ranks must record in the same place")
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from pdtrain import trainer
-
     target: Any = Path(resume) if resume and resume != LATEST else resume
-    record(trainer.train)(run, run_dir, target)  # an exception leaves error.json for the launcher
+
+    @record  # an exception leaves error.json for the launcher
+    def train_here() -> None:
+        from pdtrain.trainer import train
+
+        train(run, run_dir, target)
+
+    train_here()
     return 0

@@ -39,7 +39,8 @@ def _line(name: str, value: Any, key: keys.Key) -> str:
         setting = f"# {name} ="  # TOML has no null: an absent value is an absent key
     else:
         setting = scalar(name, ABSENT)
-    return f"{setting:<{COMMENT_COLUMN}}  # {key.description}"
+    choices = f" ({key.expected})" if key.expected.startswith('"') else ""
+    return f"{setting:<{COMMENT_COLUMN}}  # {key.description}{choices}"
 
 
 def scalar(name: str, value: Any) -> str:

@@ -67,8 +67,7 @@ def _limits(kind: inspect.IntType | inspect.FloatType, noun: str) -> str:
 
 def in_words(kind: inspect.Type) -> str:
     """What a value of `kind` looks like, in words that follow "expected"."""
-    kind, _ = _bare(kind)
-    match kind:
+    match kind := _bare(kind)[0]:
         case inspect.UnionType():
             return in_words(next(part for part in kind.types if not isinstance(part, inspect.NoneType)))
         case inspect.BoolType():

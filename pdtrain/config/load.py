@@ -79,6 +79,19 @@ def read_run(
     if source is not None and preset is not None:
         raise UsageError("give a configuration file or --preset, not both")
     label, name, text = _read(source, preset)
+    return parse_run(text, label, name, overrides=overrides, world=world, train=train)
+
+
+def parse_run(
+    text: str,
+    label: str,
+    name: str = "run",
+    *,
+    overrides: Sequence[str] = (),
+    world: int | None = None,
+    train: bool = False,
+) -> Loaded:
+    """`read_run` for TOML text that `label` stands for in messages."""
     reader = _Reader(label)
     run = reader.build(_parse(text, label), overrides)
     with suppress(UnknownValue):
@@ -86,17 +99,20 @@ def read_run(
     if world is not None:
         reader.sources["parallel.ranks"] = f"a job of {world} rank{'' if world == 1 else 's'}"
     found = [*check(run), *(refusals(run) if train else ())]
-    reader.mistakes += [mistake for mistake in found if not mistake.warning]
-    if reader.mistakes:
-        raise UsageError(together([mistake.line(reader.sources, label) for mistake in reader.mistakes]))
-    return Loaded(run, name, tuple(mistake.line(reader.sources, label) for mistake in found))
+    mistakes = reader.mistakes + [mistake for mistake in found if not mistake.warning]
+    warnings = tuple(mistake.line(reader.sources, label) for mistake in found if mistake.warning)
+    if mistakes:
+        raise UsageError(together([mistake.line(reader.sources, label) for mistake in mistakes], warnings))
+    return Loaded(run, name, warnings)
 
 
-def together(lines: Sequence[str]) -> str:
-    """One mistake is one line; several are counted, then listed."""
-    if len(lines) == 1:
-        return lines[0]
-    return f"{len(lines)} mistakes in the configuration:\n" + "\n".join(f"  {line}" for line in lines)
+def together(mistakes: Sequence[str], warnings: Sequence[str] = ()) -> str:
+    """One mistake is one line; several are counted, then listed, the warnings after them."""
+    if len(mistakes) == 1 and not warnings:
+        return mistakes[0]
+    count = f"{len(mistakes)} mistake{'s' if len(mistakes) > 1 else ''}"
+    lines = [*mistakes, *(f"warning: {warning}" for warning in warnings)]
+    return f"{count} in the configuration:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def _read(source: str | Path | None, preset: str | None) -> tuple[str, str, str]:

@@ -102,22 +102,19 @@ def ranks_factorise(run: Run) -> Iterator[Mistake]:
         what = f"leaves no compute rank in a job of {ranks + run.pools.update_ranks}"
         yield Mistake("pools.update_ranks", run.pools.update_ranks, what, "start more processes")
         return
-    tensor, expert, experts = run.modules.attention.tensor, run.modules.experts.expert, run.model.moe.experts
+    tensor, expert = run.modules.attention.tensor, run.modules.experts.expert
     unit = pipeline * math.lcm(tensor, expert)
-    near = [multiple for multiple in (ranks // unit * unit, -(-ranks // unit) * unit) if multiple]
-    for degree, kind, name, key in (
-        (tensor, "DP x tensor", "attention", "modules.attention.tensor"),
-        (expert, "EDP x expert", "experts", "modules.experts.expert"),
+    near = _around(ranks, unit)
+    for degree, whole, kind, name, key in (
+        (tensor, _splittable_heads(run), "DP x tensor", "attention", "modules.attention.tensor"),
+        (expert, run.model.moe.experts, "EDP x expert", "experts", "modules.experts.expert"),
     ):
-        if ranks % (pipeline * degree) and (_tensor_is_legal(run) if name == "attention" else experts % expert == 0):
+        if ranks % (pipeline * degree) and whole % degree == 0:
             product = f"pipeline {pipeline} x {kind} {degree}" if pipeline > 1 else f"{kind} {degree}"
-            choices = [size for size in divisors(ranks // pipeline) if size <= degree] if ranks % pipeline == 0 else []
-            lower = f", or {key} = {choices[-1]}" if choices else ""
-            yield Mistake("parallel.ranks", ranks, f"is not {product} ({name})", f"use {_either(near)}{lower}")
-
-
-def _either(values: list[int]) -> str:
-    return " or ".join(dict.fromkeys(str(value) for value in values))
+            smaller = divisors(math.gcd(ranks // pipeline, whole)) if ranks % pipeline == 0 else []
+            lower = f", or {key} = {smaller[-1]}" if smaller else ""
+            advice = f"use {' or '.join(map(str, near))}{lower}"
+            yield Mistake("parallel.ranks", ranks, f"is not {product} ({name})", advice)
 
 
 def batch_identity(run: Run) -> Iterator[Mistake]:
@@ -129,7 +126,7 @@ def batch_identity(run: Run) -> Iterator[Mistake]:
         yield Mistake(
             "train.train_batch", train.train_batch,
             f"is not micro_batch {train.micro_batch} x accumulation x DP {dp}: no multiple of {per_pass}",
-            [multiple for multiple in _around(train.train_batch or 0, per_pass) if multiple],
+            _around(train.train_batch or 0, per_pass),
         )  # fmt: skip
     elif train.train_batch != per_pass * train.accumulation:
         advice = f"use train.train_batch = {per_pass * train.accumulation}"
@@ -144,7 +141,9 @@ def batch_identity(run: Run) -> Iterator[Mistake]:
 
 
 def _around(value: int, unit: int) -> list[int]:
-    return [value // unit * unit, -(-value // unit) * unit]
+    """The multiples of `unit` next to `value`, without 0."""
+    below = value // unit * unit
+    return [multiple for multiple in (below, below + unit) if multiple]
 
 
 def group_families(run: Run) -> Iterator[Mistake]:
@@ -258,7 +257,7 @@ def grouped_gemm_aligned(run: Run) -> Iterator[Mistake]:
         if width % unit:
             yield Mistake(
                 key, width, f"is no multiple of {unit}, which the experts' grouped GEMM needs in {dtype}",
-                [multiple for multiple in _around(width, unit) if multiple],
+                _around(width, unit),
             )  # fmt: skip
 
 
@@ -311,7 +310,7 @@ def checkpoints_hold_every_row(run: Run) -> Iterator[Mistake]:
         if every % shortest:
             yield Mistake(
                 key, every, f"is no multiple of the shortest interval, {shortest}: no save would hold both",
-                [multiple for multiple in _around(every, shortest) if multiple],
+                _around(every, shortest),
             )  # fmt: skip
 
 
@@ -368,7 +367,7 @@ def sequence_parallel_is_on(run: Run) -> Iterator[Mistake]:
 
 
 def no_pools_yet(run: Run) -> Iterator[Mistake]:
-    if run.pools.mode != "off":
+    if run.pools.mode != "off" and run.pools.update_ranks:
         yield Mistake(
             "pools.mode", run.pools.mode, "cannot be trained: phase separation is not built yet",
             'use "off" with update_ranks = 0, or --dry-run to see the layout',
