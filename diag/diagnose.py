@@ -13,7 +13,7 @@ from diag.correlate import correlate
 from diag.detectors import Detector, NotChecked, detectors
 from diag.discover import discover
 from diag.errors import ArtefactError, UsageError
-from diag.playbooks import for_cause
+from diag.playbooks import fill, for_cause
 from diag.schema import Finding, Input, Report, Severity, Verdict
 
 log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ def build_report(findings: list[Finding], *, inputs: list[Input], not_checked: l
         if page is not None:
             finding.playbook = finding.playbook or page.id
             if not finding.fix and finding.severity != "info":
-                finding.fix = list(page.fix)
+                finding.fix = [fill(step, finding.where) for step in page.fix]
     verdict = verdict_of(findings, inputs)
     return Report(verdict=verdict, headline=headline_of(verdict, findings, inputs), inputs=inputs, findings=findings,
                   not_checked=not_checked or [])

@@ -9,15 +9,29 @@ from typing import Annotated, Any
 import msgspec
 
 from diag.errors import UsageError
+from diag.schema import Where
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One look: a command, what a healthy and a sick answer look like, and where the line between them is."""
+    """One look: what a healthy and a sick answer look like, and where the line between them is.
 
-    command: str
+    Either `command` (to be typed) or `look` (what no single command shows). Words in CAPITALS are the reader's own.
+    """
+
     healthy: str
     sick: str
+    command: str | None = None
+    look: str | None = None
     threshold: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.command is None) == (self.look is None):
+            raise ValueError("a step has either a command or a look")
+
+    @property
+    def words(self) -> str:
+        """The command, or what to look at."""
+        return self.command or self.look or ""
 
 
 class Playbook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,7 +66,7 @@ def parse(name: str, text: str) -> Playbook:
     try:
         fields = yaml.load(front, Loader=loader)  # noqa: S506 - both are safe loaders
         page = msgspec.convert({**(fields or {}), "prose": prose.strip()}, Playbook)
-    except (msgspec.ValidationError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"playbooks/{name}: {error}") from error
     if f"{page.id}.md" != name:
         raise ValueError(f"playbooks/{name}: id is '{page.id}'")
@@ -67,6 +81,21 @@ def _by_cause() -> dict[str, Playbook]:
 def for_cause(cause: str) -> Playbook | None:
     """The one playbook that treats `cause`, if it is written."""
     return _by_cause().get(cause)
+
+
+def fill(text: str, where: Where | None = None) -> str:
+    """`text` with {ranks} {hosts} {gpus} {step} {module} {group} {file} from `where`, or in general words."""
+    for name, general in _PLACEHOLDERS.items():
+        if f"{{{name}}}" in text:
+            value = getattr(where, name, None)
+            if isinstance(value, list):
+                value = ", ".join(map(str, value[:8])) + (" …" if len(value) > 8 else "")
+            text = text.replace(f"{{{name}}}", general if value in (None, "") else str(value))
+    return text
+
+
+_PLACEHOLDERS = {"ranks": "the rank", "hosts": "the host", "gpus": "the GPU", "step": "the onset step",
+                 "module": "the module", "group": "the group", "file": "the file"}
 
 
 def find(name: str) -> Playbook:

@@ -96,7 +96,7 @@ class Output:
             if self.file not in (None, "-"):
                 self._write(str(self.file), render(report, width=PIPED_WIDTH))
             else:
-                self._write("-", render(report, width=_width(), colour=_colour(), wrap=sys.stdout.isatty()))
+                self._write("-", render(report, width=width(), colour=colour(), wrap=sys.stdout.isatty()))
         return report.exit_status()
 
     def _write(self, target: str, text: str) -> None:
@@ -155,7 +155,8 @@ def report_options(command: _F) -> Callable[..., int]:
     return wrapper
 
 
-def _width() -> int:
+def width() -> int:
+    """Columns of standard output: the terminal's, COLUMNS, or `PIPED_WIDTH` in a pipe."""
     if sys.stdout.isatty() or "COLUMNS" in os.environ:
         import shutil
 
@@ -163,7 +164,8 @@ def _width() -> int:
     return PIPED_WIDTH
 
 
-def _colour() -> bool:
+def colour() -> bool:
+    """Whether standard output may carry colour: a terminal, unless NO_COLOR or TERM=dumb; FORCE_COLOR insists."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and os.environ.get("TERM") != "dumb")
