@@ -161,8 +161,10 @@ def nearest(dotted: str) -> str | None:
         siblings = {legal.rpartition(".")[2]: legal for legal in names if legal.rpartition(".")[0] == section}
         if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
             return siblings[near[0]]
-        if len(same := [legal for legal in names if legal.rpartition(".")[2] == name]) == 1:
-            return same[0]
+        same = [legal for legal in names if legal.rpartition(".")[2] == name]
+        below = [legal for legal in same if section and legal.startswith(f"{section}.")]
+        if len(same) == 1 or len(below) == 1:
+            return (below or same)[0]
     if find_table(section) is None:
         near = difflib.get_close_matches(dotted, names, n=1, cutoff=0.7)
         return near[0] if near else None

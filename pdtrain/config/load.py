@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from diag.errors import UsageError
 from pdtrain.config import keys
 from pdtrain.config.mistakes import NOTHING, UNKNOWN, Mistake, UnknownValue, show
-from pdtrain.config.resolved import fill
+from pdtrain.config.resolved import data_degree, fill
 from pdtrain.config.rules import check, refusals
 from pdtrain.config.schema import Run
 
@@ -70,7 +70,8 @@ def read_run(
         source: a TOML file; without it and without `preset`, the schema's defaults.
         preset: name of a shipped preset, instead of `source`.
         overrides: `section.key=value` texts, later ones win.
-        world: ranks of the job that will run it; `parallel.ranks` becomes `world - pools.update_ranks`.
+        world: ranks of the job that will run it; `parallel.ranks` becomes `world - pools.update_ranks`. Without
+            `train`, a `train_batch` that does not fit that world is raised to one that does, with a warning.
         train: also refuse what can be planned but not trained today.
 
     Raises:
@@ -94,11 +95,15 @@ def parse_run(
     """`read_run` for TOML text that `label` stands for in messages."""
     reader = _Reader(label)
     run = reader.build(_parse(text, label), overrides)
+    found: list[Mistake] = []
     with suppress(UnknownValue):
         run = fill(run if world is None else _fit_world(run, world))
     if world is not None:
         reader.sources["parallel.ranks"] = f"a job of {world} rank{'' if world == 1 else 's'}"
-    found = [*check(run), *(refusals(run) if train else ())]
+        if not train:
+            with suppress(UnknownValue):
+                run, found = _fit_batch(run)
+    found += [*check(run), *(refusals(run) if train else ())]
     mistakes = reader.mistakes + [mistake for mistake in found if not mistake.warning]
     warnings = tuple(mistake.line(reader.sources, label) for mistake in found if mistake.warning)
     if mistakes:
@@ -158,6 +163,21 @@ def _parse(text: str, label: str) -> dict[str, Any]:
 def _fit_world(run: Run, world: int) -> Run:
     """`run` on a job of `world` ranks: the update pool keeps its size, the rest computes. May leave no rank at all."""
     return replace(run, parallel=replace(run.parallel, ranks=world - run.pools.update_ranks))
+
+
+def _fit_batch(run: Run) -> tuple[Run, list[Mistake]]:
+    """For a plan on another world only: a batch that does not fit it is replaced by the next one that does.
+
+    In training the batch decides the curve, so there the identity must hold as written.
+    """
+    train = run.train
+    per_pass = train.micro_batch * data_degree(run)
+    accumulation = train.accumulation or -(-(train.train_batch or 1) // per_pass)
+    if train.train_batch == per_pass * accumulation:
+        return run, []
+    fitting = replace(train, accumulation=accumulation, train_batch=per_pass * accumulation)
+    what = f"does not fit DP {data_degree(run)}: shown with {fitting.train_batch}"
+    return replace(run, train=fitting), [Mistake("train.train_batch", train.train_batch, what, warning=True)]
 
 
 class _Reader:
