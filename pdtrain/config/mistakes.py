@@ -92,3 +92,9 @@ def printable(text: str) -> str:
 def divisors(number: int, limit: int = 4096) -> list[int]:
     """The divisors of `number` up to `limit`, ascending: the legal degrees of a parallel dimension."""
     return [size for size in range(1, min(number, limit) + 1) if number % size == 0]
+
+
+def around(value: int, unit: int) -> list[int]:
+    """The multiples of `unit` next to `value`, without 0."""
+    below = value // unit * unit
+    return [multiple for multiple in (below, below + unit) if multiple]

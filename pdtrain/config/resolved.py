@@ -8,8 +8,8 @@ import msgspec
 
 from pdtrain.config.schema import MODULES, Dtype, ModulePolicy, Run
 
-#: Rows that are FP32 whatever `precision.all` says, unless the row itself says otherwise (DOMAIN: a BF16 router is the
-#: first suspect when routing collapses, BF16 norms make the loss oscillate late).
+#: Rows that are FP32 whatever `precision.all` says, unless the row itself says otherwise: a BF16 router is the
+#: first suspect when routing collapses, BF16 norms make the loss oscillate late.
 FP32_ROWS = ("router", "norm")
 #: Rows that are split over attention's tensor group.
 TENSOR_ROWS = ("attention", "dense_ffn", "embed_head")

@@ -161,3 +161,10 @@ def test_default_run_directories_do_not_meet(tmp_path: Path, monkeypatch: pytest
     second = module._run_directory(None, "tiny", None)
     assert first != second
     assert first.name.startswith("tiny-")
+
+
+def test_every_key_of_the_json_is_documented():
+    page = (Path(__file__).parents[2] / "docs" / "train.md").read_text()
+    found = json.loads(pdtrain("train", "--preset", "tiny", "--dry-run", "--json").stdout)
+    named = {*found, *found["axes"], *found["batch"], *found["parameters"], *found["modules"]["experts"]}
+    assert [key for key in sorted(named) if f"`{key}`" not in page] == []
