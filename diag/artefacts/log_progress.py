@@ -1,0 +1,137 @@
+"""Progress lines: the step a run has reached, and the numbers it printed with it.
+
+Formats known by their own layout: Megatron-LM and its forks ("iteration 17/ 500 | lm loss: ... |"), Hugging Face
+Trainer dictionaries, OLMo blocks ("[step=3/2000" and indented "key=value" lines), tqdm bars, "Epoch: [4] [ 480/1251]"
+of the torchvision references. Everything else is read by the generic rule: a step counter and at least one metric
+(torchtitan, DeepSpeed, fairseq JSON, litgpt, RETURNN, nanoGPT, home-made loops).
+"""
+
+from __future__ import annotations
+
+import re
+
+from diag.artefacts.log_facts import Progress
+from diag.artefacts.log_lines import Style, clean, speaker_of
+
+_NUMBER = r"[-+]?(?:nan|inf(?:inity)?|\d[\d,]*\.?\d*(?:e[-+]?\d+)?|\.\d+)"
+_MEGATRON = re.compile(r"\biteration\s+(\d+)/\s*(\d+)\s*\|(.*)")
+_DICT = re.compile(r"\{['\"][\w./ -]+['\"]: ")
+_PAIR = re.compile(rf"['\"]([\w./ -]+)['\"]: ['\"]?({_NUMBER})['\"]?(?=[,}}])", re.I)
+_FIELD = re.compile(rf"([A-Za-z_][\w./() -]*?)\s*[:=]\s*({_NUMBER})(?![\w:])", re.I)
+_OLMO = re.compile(r"\[step=(\d+)(?:/(\d+))?")
+_OLMO_VALUE = re.compile(rf"^\s{{2,}}([\w./ ()-]+)=({_NUMBER})\s*$", re.I)
+_TQDM = re.compile(r"(?P<desc>[^|\r]{0,80}?):?\s+\d+%\|.*?\|\s*(?P<n>\d+)/(?P<total>\d+) \[(?P<spent>[\d:]+)<(?P<left>[\d:?]+)"
+                   r"(?P<rest>[^\]]*)")
+_EPOCH = re.compile(r"Epoch:?\s*\[(\d+)\]\s*\[\s*(\d+)/(\d+)\]")
+_STEP = re.compile(r"(?:^|[\s\[(,|\"'{])(?:global[_ ]?step|train[_ ]?step|step|iter(?:ation)?|batch(?:_idx)?|"
+                   r"num_updates|updates?|it)s?[\"']?\s*[:=#\[ ]\s*[\"']?(\d+)(?:\s*/\s*(\d+))?", re.I)
+_WORD_VALUE = re.compile(rf"\b((?:\w+[_.])?(?:loss|ce|ctc\w*|ppl|fer|nll)\w*)\s+({_NUMBER})(?![\w.])", re.I)
+_METRIC = re.compile(r"loss|\bce\b|ctc|ppl|perplexity|nll|grad|\blr\b|learning.rate|tok|samples|speed|time|it/s|sec",
+                     re.I)
+#: Cheap test that most lines fail.
+_QUICK = (b"oss", b"iteration", b"step", b"%|", b"Epoch", b"ppl", b"ctc", b"tokens_per", b"grad", b"=")
+MAX_VALUES = 40
+
+
+def find_progress(block: bytes, style: Style) -> list[Progress]:
+    """All progress lines of `block`; `line` and `offset` relative to its start (the first line is 0)."""
+    found: list[Progress] = []
+    offset, open_block = 0, None
+    for number, raw in enumerate(block.split(b"\n")):
+        size = len(raw) + 1
+        if len(raw) < 4000 and any(word in raw for word in _QUICK):
+            if b"\r" in raw:
+                raw = raw.rstrip(b"\r").rsplit(b"\r", 1)[-1]
+            text = clean(raw.decode("utf-8", "replace"))
+            if open_block is not None and (value := _OLMO_VALUE.match(text)):
+                if len(open_block.values) < MAX_VALUES:
+                    open_block.values[_key(value[1])] = _float(value[2])
+            else:
+                item = parse_line(text, style)
+                open_block = item if item is not None and item.kind == "olmo" else None
+                if item is not None:
+                    item.line, item.offset = number, offset
+                    found.append(item)
+        offset += size
+    return found
+
+
+def parse_line(text: str, style: Style = Style()) -> Progress | None:  # noqa: B008 - frozen
+    """The progress that one line reports, or None."""
+    if "rror" in text and ("Traceback" in text or "Error:" in text):
+        return None
+    if m := _MEGATRON.search(text):
+        values = {}
+        for part in m[3].split("|"):
+            key, colon, value = part.rpartition(":")
+            if colon and (number := _maybe(value.strip())) is not None:
+                values[_key(key)] = number
+        return _made(text, style, int(m[1]), int(m[2]), values, "megatron")
+    if m := _OLMO.search(text):
+        return _made(text, style, int(m[1]), int(m[2]) if m[2] else None, {}, "olmo")
+    if _DICT.search(text):
+        values = {_key(k): _float(v) for k, v in _PAIR.findall(text)[:MAX_VALUES]}
+        step = next((values[k] for k in ("step", "global_step", "num_updates", "iteration") if k in values), None)
+        if not any("loss" in k or "grad" in k for k in values):
+            return None
+        kind = "summary" if "train_runtime" in values or any(k.startswith("eval") for k in values) else "dict"
+        return _made(text, style, int(step) if step is not None and step == step and step < 1e15 else -1, None, values,
+                     kind)
+    if m := _EPOCH.search(text):
+        return _made(text, style, int(m[2]), int(m[3]), _fields(text), f"epoch {m[1]}")
+    if m := _TQDM.search(text):
+        kind = "bar " + re.sub(r"\d+", "#", re.sub(r"^.*\]:?\s*", "", m["desc"]).strip())[-40:]
+        return _made(text, style, int(m["n"]), int(m["total"]), _fields(m["rest"]), kind)
+    if (m := _STEP.search(text)) and _METRIC.search(text):
+        values = _fields(text) | {_key(k): _float(v) for k, v in _WORD_VALUE.findall(text)}
+        values = {k: v for k, v in values.items() if _METRIC.search(k.replace("_", " ")) or k in ("epoch", "skipped")
+                  or "scale" in k or "mfu" in k or "flops" in k}
+        if not values:
+            return None
+        return _made(text, style, int(m[1]), int(m[2]) if m[2] else None, values, "step")
+    return None
+
+
+def _made(text: str, style: Style, step: int, total: int | None, values: dict[str, float], kind: str) -> Progress:
+    return Progress(step=step, total=total, values=values, kind=kind, line=0, offset=0, text=text[:400],
+                    speaker=speaker_of(text, 0, style))
+
+
+def _fields(text: str) -> dict[str, float]:
+    return {_key(k): _float(v) for k, v in _FIELD.findall(text)[:MAX_VALUES]}
+
+
+def _key(name: str) -> str:
+    """"lm loss" -> "lm_loss"; words that only lead up to the name are dropped by keeping its last part."""
+    name = re.split(r"[|,;]|\s{2,}", name.strip())[-1]
+    return re.sub(r"\s+", "_", name.strip().lower())[-60:]
+
+
+def _maybe(text: str) -> float | None:
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return None
+
+
+def _float(text: str) -> float:
+    number = _maybe(text)
+    return float("nan") if number is None else number
+
+
+def loss_of(item: Progress) -> float | None:
+    """The training loss of a progress line, under whichever name; None when it prints none."""
+    values = item.values
+    for name in ("lm_loss", "loss", "train_loss", "train/crossentropyloss", "train/loss", "ce", "total_loss"):
+        if name in values:
+            return values[name]
+    return next((v for k, v in values.items()
+                 if "loss" in k and "scale" not in k and not k.startswith(("eval", "val", "test"))), None)
+
+
+def grad_norm_of(item: Progress) -> float | None:
+    """The gradient norm of a progress line; None when it prints none."""
+    for name in ("grad_norm", "gnorm", "grad-norm", "gradnorm", "optim/total_grad_norm", "train/grad_norm", "grad"):
+        if name in item.values:
+            return item.values[name]
+    return None
