@@ -82,7 +82,8 @@ class GroupLog(msgspec.Struct, array_like=True):
 
     `issued` and `done` are the highest collective sequence numbers seen in the ring, 0 for none; `pending` is how
     many collectives are not complete; `p2p_counts` is how often each "send 0->1" stands in the ring. `status_*` come
-    from pg_status: the last enqueued and completed number of whatever kind, -1 for unknown.
+    from pg_status: the last enqueued and completed number of whatever kind, -1 for unknown. `unlisted` (Gloo): sends
+    and receives after the last entry, which are counted and not recorded.
     """
 
     name: str
@@ -96,6 +97,7 @@ class GroupLog(msgspec.Struct, array_like=True):
     p2p_counts: dict[str, int] = {}
     status_issued: int = -1
     status_done: int = -1
+    unlisted: int = 0
     entries: list[Entry] = []
 
 
@@ -196,7 +198,8 @@ def digest(raw: Any) -> Dump:
 class _Pile:
     """The entries of one group while they are walked, newest first."""
 
-    __slots__ = ("batch", "counts", "done", "issued", "kept", "log_key", "p2p_pending", "pending", "seen", "waiting")
+    __slots__ = ("batch", "counts", "done", "gloo_op", "issued", "kept", "log_key", "p2p_pending", "pending", "seen",
+                 "waiting")
 
     def __init__(self, log_key: tuple[str, str]) -> None:
         self.log_key = log_key
@@ -204,6 +207,7 @@ class _Pile:
         self.waiting: list[dict[str, Any]] = []
         self.seen = [0, 0]  # completed entries kept: collectives, p2p
         self.issued = self.done = self.pending = self.p2p_pending = 0
+        self.gloo_op = -1
         self.counts: dict[str, int] = {}
         self.batch: tuple[int, int, bool] = (-1, -1, False)
 
@@ -264,7 +268,10 @@ class _Walk:
             name, desc = str(key[0]), str(key[1]) if len(key) > 1 else ""
         if isinstance(pg_id := entry.get("pg_id"), int):
             self.ids[name] = pg_id
-        return _Pile((_clip(name), _clip(desc)))
+        pile = _Pile((_clip(name), _clip(desc)))
+        if entry["profiling_name"].startswith("gloo:"):
+            pile.gloo_op = int(entry.get("op_id", -1))
+        return pile
 
     def logs(self) -> list[GroupLog]:
         return [self._log(pile) for pile in self.piles.values()]
@@ -281,6 +288,7 @@ class _Walk:
         return GroupLog(name=pile.log_key[0], desc=pile.log_key[1], ranks="", issued=pile.issued, done=pile.done,
                         pending=pile.pending, p2p_pending=pile.p2p_pending,
                         has_p2p=bool(pile.counts), entries=entries,
+                        unlisted=pile.gloo_op,
                         p2p_counts={_clip(name.rpartition(":")[2]): count for name, count in pile.counts.items()})
 
     def last(self) -> tuple[int, Entry]:
@@ -372,6 +380,8 @@ def _add_status(groups: list[GroupLog], ids: dict[str, int], status: dict[Any, A
         if pg_id in by_id:
             group = by_id[pg_id]
             group.status_issued, group.status_done = row.last_enqueued_collective, row.last_completed_collective
+    for group in groups:  # until here the op_id of the newest Gloo entry
+        group.unlisted = max(group.status_issued - group.unlisted, 0) if group.unlisted > 0 else 0
 
 
 @lru_cache(maxsize=4096)

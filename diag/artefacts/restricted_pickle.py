@@ -20,7 +20,7 @@ import io
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from diag.errors import ArtefactError
 
@@ -44,7 +44,7 @@ class Limits:
 class _Unpickler(pickle.Unpickler):
     """C speed; resolves nothing but what `allow` lists."""
 
-    def __init__(self, stream: io.BufferedReader, allow: Allow, persistent: Callable[[Any], Any] | None) -> None:
+    def __init__(self, stream: BinaryIO, allow: Allow, persistent: Callable[[Any], Any] | None) -> None:
         super().__init__(stream)
         self._allow, self._persistent = allow, persistent
 
@@ -78,7 +78,7 @@ def load(
     if scanned:
         scan(data, classes=bool(allow), persistent=persistent is not None, limits=limits)
     # Without peek() the C unpickler asks for every opcode by itself: three times slower.
-    stream = io.BufferedReader(io.BytesIO(data), 1 << 18)  # type: ignore[arg-type]
+    stream = cast(BinaryIO, io.BufferedReader(io.BytesIO(data), 1 << 18))
     collecting = gc.isenabled()
     gc.disable()  # a hundred thousand new dictionaries would be walked again and again; nothing here is garbage
     try:
@@ -167,7 +167,7 @@ class _Scan:
                 width = counted[code]
                 length = int.from_bytes(data[at : at + width], "little")
                 if length > end - at - width:
-                    raise ArtefactError(f"is cut: an item at byte {self.at:,} of {end:,} should be {length:,} bytes long")
+                    raise ArtefactError(f"is cut: the item at byte {self.at:,} of {end:,} should take {length:,} bytes")
                 if code in _INTEGERS and length > _INTEGER_BYTES:
                     raise ArtefactError(f"has a number of {length:,} bytes at byte {self.at:,}; that is no dump's")
                 stack.append(_SCALAR)

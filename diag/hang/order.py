@@ -1,0 +1,129 @@
+"""Two groups entered in different orders: which order is the usual one, and who left it.
+
+Every rank that is in both groups, or in a group of the same description as each, shows an order: the call that it
+issued first, or the only one of the two that it issued. The majority of all ranks decides. When they are split evenly
+the earlier rounds do: how many calls on the one group used to precede each call on the other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations
+
+from diag.hang.frontier import Item
+from diag.hang.groups import MEANINGLESS, Group, Job, Member
+
+
+def against_the_order(job: Job, items: list[Item], suspects: set[int]) -> tuple[tuple[int, ...], str] | None:
+    """(guilty ranks, why) among `suspects`, who wait on each other through `items`; None when nothing tells."""
+    guilty: set[int] = set()
+    reasons = []
+    for one, two in combinations(items, 2):
+        if one.group is two.group:
+            continue
+        orders = _orders(job, one, two)
+        camps = Counter(orders.values())
+        if len({orders.get(rank) for rank in suspects} - {None}) < 2:
+            continue
+        (usual, votes), (_, against) = camps.most_common(2)
+        if votes == against:
+            habit = _habit(job, one, two)
+            if habit is None:
+                continue
+            usual, why = habit, "as in the rounds before"
+        else:
+            why = f"as {votes} of {votes + against} ranks do"
+        first, second = (one, two) if usual is one else (two, one)
+        odd = {rank for rank in suspects if orders.get(rank) not in (None, usual)}
+        if odd:
+            guilty |= odd
+            reasons.append(f"the order is {first.group.label}, then {second.group.label}, {why}")
+    return (tuple(sorted(guilty)), "; ".join(reasons)) if guilty else None
+
+
+def conflicts(items: list[Item]) -> list[tuple[Item, Item, set[int]]]:
+    """Pairs of calls that all members issued but in different orders, with the ranks in both."""
+    places: dict[int, list[tuple[int, int]]] = {}
+    for index, item in enumerate(items):
+        for rank in item.waiting:
+            record = item.record(rank)
+            if record is not None:
+                places.setdefault(rank, []).append((record, index))
+    ways: dict[tuple[int, int], dict[bool, set[int]]] = {}
+    for rank, rows in places.items():
+        rows.sort()
+        for (_, first), (_, second) in combinations(rows, 2):
+            pair = (min(first, second), max(first, second))
+            ways.setdefault(pair, {}).setdefault(first < second, set()).add(rank)
+    return [(items[a], items[b], set().union(*both.values())) for (a, b), both in sorted(ways.items())
+            if len(both) == 2 and items[a].group is not items[b].group]
+
+
+def _orders(job: Job, one: Item, two: Item) -> dict[int, Item]:
+    """rank -> which of the two it issued first."""
+    found: dict[int, Item] = {}
+    for rank in job.dumps:
+        first, second = _place(job, one, rank), _place(job, two, rank)
+        if first is None or second is None:
+            continue
+        if first == second == _NEVER:
+            continue
+        if first != second:
+            found[rank] = one if first < second else two
+    return found
+
+
+_NEVER = float("inf")
+_LONG_AGO = -1.0
+
+
+def _place(job: Job, item: Item, rank: int) -> float | None:
+    """Where in its own order `rank` issued the item's call, or the same one in a sister group; None: not a member."""
+    member = _member(job, item.group, rank)
+    if member is None or member.issued is None:
+        return None
+    if member.issued < item.seq:
+        return _NEVER
+    calls = member.calls(item.seq)
+    return min((entry.record for entry in calls), default=_LONG_AGO)
+
+
+def _member(job: Job, group: Group, rank: int) -> Member | None:
+    if rank in group.by_rank:
+        return group.by_rank[rank]
+    if group.desc in MEANINGLESS:
+        return None
+    return next((other.by_rank[rank] for other in job.groups if other.desc == group.desc and rank in other.by_rank),
+                None)
+
+
+def _habit(job: Job, one: Item, two: Item) -> Item | None:
+    """Which of the two calls comes first if the next round is like the last: None when the rounds do not tell."""
+    told: Counter[int] = Counter()
+    for rank in sorted(set(one.group.ranks) & set(two.group.ranks) & set(job.dumps)):
+        a, b = one.group.by_rank[rank], two.group.by_rank[rank]
+        expected = _expected_before(a, b, two.seq)
+        if expected is not None:
+            told[0 if expected >= one.seq else 1] += 1
+    if not told or len(told) > 1:
+        return None
+    return one if 0 in told else two
+
+
+def _expected_before(a: Member, b: Member, seq: int) -> int | None:
+    """How many calls of `a`'s group should precede call `seq` of `b`'s, going by the two calls before it."""
+    records = sorted((calls[0].record, s) for s, calls in a.done.items())
+    if not records:
+        return None
+
+    def before(number: int) -> int | None:
+        calls = b.done.get(number)
+        if not calls:
+            return None
+        earlier = [s for record, s in records if record < calls[0].record]
+        return max(earlier) if earlier else records[0][1] - 1
+
+    last, previous = before(seq - 1), before(seq - 2)
+    if last is None or previous is None or last <= previous:
+        return None
+    return last + (last - previous)
