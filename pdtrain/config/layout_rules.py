@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from pdtrain.config.mistakes import NOTHING, Mistake, around, divisors
 from pdtrain.config.resolved import TENSOR_ROWS, data_degree, stage_ranks
-from pdtrain.config.schema import MODULES, Run
+from pdtrain.config.schema import MODULES, MOST_RANKS, Run
 from pdtrain.parallel.layout import Layout
 
 #: Group families beyond which communicators contend: a field report, hence a warning.
@@ -71,6 +71,9 @@ def ranks_factorise(run: Run) -> Iterator[Mistake]:
     if ranks < 1:
         what = f"leaves no compute rank in a job of {ranks + run.pools.update_ranks}"
         yield Mistake("pools.update_ranks", run.pools.update_ranks, what, "start more processes")
+        return
+    if ranks > MOST_RANKS:  # from --world; the key itself has this limit
+        yield Mistake("parallel.ranks", ranks, "is out of range", f"expected at most {MOST_RANKS}")
         return
     tensor, expert = run.modules.attention.tensor, run.modules.experts.expert
     unit = pipeline * math.lcm(tensor, expert)

@@ -162,7 +162,11 @@ def _parse(text: str, label: str) -> dict[str, Any]:
 
 def _fit_world(run: Run, world: int) -> Run:
     """`run` on a job of `world` ranks: the update pool keeps its size, the rest computes. May leave no rank at all."""
-    return replace(run, parallel=replace(run.parallel, ranks=world - run.pools.update_ranks))
+    try:
+        ranks = world - run.pools.update_ranks
+    except UnknownValue:
+        ranks = UNKNOWN
+    return replace(run, parallel=replace(run.parallel, ranks=ranks))
 
 
 def _fit_batch(run: Run) -> tuple[Run, list[Mistake]]:

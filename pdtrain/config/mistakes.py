@@ -58,7 +58,8 @@ class _Unknown:
         raise UnknownValue
 
     __bool__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __str__ = __format__ = __index__ = _raise
-    __add__ = __radd__ = __mul__ = __rmul__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __neg__ = _raise
+    __add__ = __radd__ = __mul__ = __rmul__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _raise
+    __sub__ = __rsub__ = __truediv__ = __rtruediv__ = __neg__ = __int__ = __float__ = __iter__ = __len__ = _raise
     __getattr__ = _raise
 
 

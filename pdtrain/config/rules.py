@@ -21,7 +21,7 @@ from pdtrain.config.layout_rules import (
     tensor_divides_heads,
     tensor_divides_widths,
 )
-from pdtrain.config.mistakes import Mistake, UnknownValue, around, divisors
+from pdtrain.config.mistakes import UNKNOWN, Mistake, UnknownValue, around, divisors
 from pdtrain.config.resolved import FP32_ROWS
 from pdtrain.config.schema import MODULES, Run
 
@@ -48,7 +48,7 @@ def _ask(rules: Sequence[Rule], run: Run) -> list[Mistake]:
     found: list[Mistake] = []
     for rule in rules:
         with suppress(UnknownValue):  # it depends on a key that is wrong by itself
-            found += list(rule(run))
+            found += [mistake for mistake in rule(run) if mistake.value is not UNKNOWN]
     return found
 
 

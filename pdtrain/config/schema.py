@@ -13,7 +13,8 @@ from msgspec import Meta
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
-Ranks = Annotated[int, Meta(ge=1, le=1_048_576)]
+MOST_RANKS = 1_048_576
+Ranks = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 
 from diag.errors import UsageError
-from pdtrain.config import load_run, presets, read_run
+from pdtrain.config import load_run, presets, read_run, resolve, to_toml
 from pdtrain.config.keys import all_keys, nearest
 from pdtrain.config.load import parse_run
 
@@ -212,3 +213,37 @@ def test_presets_ship_and_say_what_they_are_for():
     assert {"tiny", "sparrow", "moe-small", "deepseek-v3"} <= set(presets())
     assert all(len(purpose) > 20 for purpose in presets().values())
     assert [read_run(preset=name).warnings for name in presets()] == [()] * len(presets())
+
+
+#: What users and typos put where a value belongs.
+VALUES = (
+    "0", "-1", "1", "2", "3", "8", "64", "1000000", "99999999999999999999", "1.5", "nan", "inf", "1e400", "true", "none",
+    "''", "[]", "{}", "[1", "2024-01-01", "\x00", "bf16", "full", "sync", "async", "sigmoid", "mla", "off",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_input_is_a_run_or_a_usage_error(seed: int):
+    """Damaged files, wild values, any world: never a traceback, and what is accepted can be resolved and reloaded."""
+    chance = random.Random(seed)
+    folder = Path(__file__).parents[2] / "pdtrain" / "config" / "presets"
+    texts = [path.read_text() for path in sorted(folder.glob("*.toml"))]
+    accepted = 0
+    for _ in range(150):
+        text = chance.choice(texts).encode()
+        if chance.random() < 0.3:
+            at = chance.randrange(len(text))
+            text = text[:at] + bytes([chance.randrange(256)]) + text[at + chance.randrange(9) :]
+        overrides = [
+            f"{chance.choice(list(all_keys()))}={chance.choice(VALUES)}" for _ in range(chance.choice([0, 1, 1, 2, 6]))
+        ]
+        world = chance.choice([None, None, 1, 2, 6, 8, 2048, 10**7])
+        try:
+            loaded = parse_run(text.decode(errors="ignore"), "run.toml", overrides=overrides, world=world)
+        except UsageError as error:
+            assert all(char.isprintable() or char == "\n" for char in str(error))
+            continue
+        accepted += 1
+        resolve(loaded.run)
+        assert parse_run(to_toml(loaded.run), "printed.toml").run == loaded.run
+    assert accepted > 5
