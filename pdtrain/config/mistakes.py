@@ -63,7 +63,7 @@ class _Unknown:
     __getattr__ = _raise
 
 
-UNKNOWN = _Unknown()
+UNKNOWN: Any = _Unknown()
 
 
 def one_of(values: Iterable[Any]) -> str:

@@ -217,8 +217,8 @@ def test_presets_ship_and_say_what_they_are_for():
 
 #: What users and typos put where a value belongs.
 VALUES = (
-    "0", "-1", "1", "2", "3", "8", "64", "1000000", "99999999999999999999", "1.5", "nan", "inf", "1e400", "true", "none",
-    "''", "[]", "{}", "[1", "2024-01-01", "\x00", "bf16", "full", "sync", "async", "sigmoid", "mla", "off",
+    "0", "-1", "1", "2", "3", "8", "64", "1000000", "99999999999999999999", "1.5", "nan", "inf", "1e400", "true",
+    "none", "''", "[]", "{}", "[1", "2024-01-01", "\x00", "bf16", "full", "sync", "async", "sigmoid", "mla", "off",
 )  # fmt: skip
 
 
