@@ -24,7 +24,7 @@ class _RankLog(logging.FileHandler):
 
 
 def attach_rank_log(path: Path, rank: int, failed: Callable[[BaseException], None]) -> logging.Handler:
-    """Add a handler for INFO and above to the root logger, until the recorder closes; the file appears with its first line."""
+    """Add a handler for INFO and above to the root logger; the file appears with its first line."""
     handler = _RankLog(path, failed)
     handler.setLevel(logging.INFO)
     handler.setFormatter(_Utc(f"%(asctime)s [rank{rank}] %(levelname)s %(name)s: %(message)s"))

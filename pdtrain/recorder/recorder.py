@@ -67,6 +67,7 @@ class Recorder:
         """Called in rank 0 with each row of metrics as plain values, once per logging interval (progress, tests)."""
         self._stopped: str | None = None
         self._closed = False
+        self._owed = False  # an interval ended with a step of which more is to come
         self._crashed = False
         self.complaints: set[str] = set()
         self._timer: ModuleTimer | None = None
@@ -93,18 +94,19 @@ class Recorder:
 
     # -- what a training loop calls ------------------------------------------------------------------------------
 
-    def log(self, step: int, **values: Any) -> None:
+    def log(self, step: int, *, more: bool = False, **values: Any) -> None:
         """Record the values of `step` (optimizer steps completed). Call it on every rank; rank 0 writes them.
 
         A value may be a number, a text, a list, a tensor on any device (copied there now, read at the end of the
         interval) or a mapping (its keys are joined with "/"). None means "not measured" and is left out.
+        `more`: another `log` of this step follows, say after a validation; its line waits for that.
         """
         self._events.beat()
         if self._closed:
             return
         try:
             step = int(step)
-            due = self.due(step)
+            self._owed = self.due(step) or self._owed
             if self.rank == 0 and self._stopped is None:
                 row = self._row(step, values)
                 with self._lock:
@@ -113,7 +115,8 @@ class Recorder:
             self._events.end_step(step)
             if self._timer is not None:
                 self._timer.end_step(step)
-            if due:
+            if self._owed and not more:
+                self._owed = False
                 self.flush()
         except Exception as error:
             self._failed(error)
