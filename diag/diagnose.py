@@ -42,9 +42,10 @@ def diagnose(
     if not items:
         raise UsageError(f"{', '.join(names[:5])}: {notes[0] if notes else 'empty; nothing to read'}")
     artefacts = Artefacts(items)
-    findings, not_checked = detect(artefacts, chosen)
+    findings, not_checked, ran = detect(artefacts, chosen)
     findings = correlate(findings, artefacts) + list(_damage(items))
-    return build_report(findings, inputs=[_input(item) for item in items], not_checked=[*not_checked, *notes])
+    return build_report(findings, inputs=[_input(item) for item in items], not_checked=[*not_checked, *notes],
+                        checked=ran > 0)
 
 
 def read(
@@ -127,34 +128,43 @@ def _skip_note(skipped: list[str]) -> list[str]:
     names = ", ".join(Path(path).name for path in skipped[:NAMED_SKIPS])
     more = f" and {len(skipped) - NAMED_SKIPS:,} more" if len(skipped) > NAMED_SKIPS else ""
     plural = "s" if len(skipped) > 1 else ""
-    return [f"{len(skipped):,} file{plural} of other formats: {names}{more}"]
+    return [f"{len(skipped):,} file{plural} not used: {names}{more}"]
 
 
-def detect(artefacts: Artefacts, chosen: list[Detector]) -> tuple[list[Finding], list[str]]:
-    """Run the `chosen` detectors; what they found, and in words what could not be checked and why."""
+def detect(artefacts: Artefacts, chosen: list[Detector]) -> tuple[list[Finding], list[str], int]:
+    """Run the `chosen` detectors: what they found, in words what could not be checked and why, and how many had
+    something to check."""
     findings: list[Finding] = []
+    ran = 0
     missing: dict[str, list[str]] = {}
     for entry in chosen:
         if not all(artefacts.of(kind) for kind in entry.needs):
             missing.setdefault(f"no {entry.subject} among the inputs", []).append(entry.topic)
             continue
         try:
-            for item in entry.run(artefacts):
-                if isinstance(item, NotChecked):
-                    missing.setdefault(item.reason, []).append(entry.topic)
-                else:
-                    findings.append(item)
+            said = list(entry.run(artefacts))
         except Exception as error:
             if os.environ.get("PDTRAIN_STRICT"):
                 raise
             log.exception("detector %s failed", entry.name)
             missing.setdefault(f"pdtrain's {entry.name} failed ({type(error).__name__}); please report this",
                                []).append(entry.topic)
-    return findings, [f"{', '.join(sorted(set(topics)))}: {reason}" for reason, topics in missing.items()]
+            continue
+        findings += [item for item in said if isinstance(item, Finding)]
+        absent = [item for item in said if isinstance(item, NotChecked)]
+        for note in absent:
+            missing.setdefault(note.reason, []).append(entry.topic)
+        ran += not said or len(absent) < len(said)
+    return findings, [f"{', '.join(sorted(set(topics)))}: {reason}" for reason, topics in missing.items()], ran
 
 
-def build_report(findings: list[Finding], *, inputs: list[Input], not_checked: list[str] | None = None) -> Report:
-    """The report of correlated `findings`: verdict, headline, playbooks and fix steps filled in."""
+def build_report(
+    findings: list[Finding], *, inputs: list[Input], not_checked: list[str] | None = None, checked: bool = True
+) -> Report:
+    """The report of correlated `findings`: verdict, headline, playbooks and fix steps filled in.
+
+    `checked` is false when no detector had anything to look at: silence is not health.
+    """
     for finding in findings:
         page = for_cause(finding.cause)
         if page is not None:
@@ -162,8 +172,10 @@ def build_report(findings: list[Finding], *, inputs: list[Input], not_checked: l
             if not finding.fix and finding.severity != "info":
                 finding.fix = [fill(step, finding.where) for step in page.fix]
     verdict = verdict_of(findings, inputs)
-    return Report(verdict=verdict, headline=headline_of(verdict, findings, inputs), inputs=inputs, findings=findings,
-                  not_checked=not_checked or [])
+    headline = headline_of(verdict, findings, inputs)
+    if verdict == "healthy" and not checked:
+        verdict, headline = "unknown", f"Nothing was checked: {(not_checked or ['no detector applies'])[0]}."
+    return Report(verdict=verdict, headline=headline, inputs=inputs, findings=findings, not_checked=not_checked or [])
 
 
 def verdict_of(findings: list[Finding], inputs: list[Input]) -> Verdict:

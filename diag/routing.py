@@ -35,6 +35,8 @@ DROP_ALARM = 0.1
 #: Drop rate that is worth a warning where the capacity is not known and no floor can be computed.
 DROP_WARN_BLIND = 0.1
 MIN_TOKENS_PER_EXPERT = 128
+#: A whole run with fewer is not judged: chance alone passes a threshold too often.
+LEAST_TOKENS_PER_EXPERT = 16
 SUSTAINED_RECORDS = 3
 SUSTAINED_STEPS = 10
 #: Experts without a token are dead after this many steps, and this share of them is an error.
@@ -163,7 +165,8 @@ def _judge_layer(
     judged = [item for item in (_measure(w, experts, top_k) for w in merged) if item is not None]
     if not judged:
         return None
-    settled = [item.window.last_step > warm_up for item in judged]
+    settled = [item.window.last_step > warm_up and not item.tokens_per_expert < LEAST_TOKENS_PER_EXPERT
+               for item in judged]
     alarm = stretch([item.excess > GINI_ALARM for item in judged], judged, settled)
     warn = stretch([item.excess > GINI_WARN or item.one_hot for item in judged], judged, settled)
     dead = _dead(base, experts) if any(settled) else ()

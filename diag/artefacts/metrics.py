@@ -125,25 +125,23 @@ def sniff(head: bytes, name: str) -> float:
     """Lines that are JSON objects with a step and numbers, or router values."""
     if not head.lstrip().startswith(b"{"):
         return 0.0
-    lines = head.split(b"\n")
-    for line in lines[:5] if len(lines) > 1 else ():
+    *lines, rest = head.split(b"\n")
+    for line in lines[:5] or [rest]:
         try:
             record = _decode(line)
         except ValueError:
-            continue
+            continue  # torn, or longer than the head
         if isinstance(record, dict) and _is_record(record):
             return 0.9 if name.endswith(".jsonl") or "metrics" in name else 0.8
-    if _START.match(head) and (len(lines) == 1 or name.endswith(".jsonl")):
-        try:
-            record = _decode(head)
-        except ValueError:  # longer than the head, or torn
-            return 0.5 if name.endswith(".jsonl") else 0.0
-        return 0.8 if isinstance(record, dict) and _is_record(record) else 0.0
-    return 0.0
+        return 0.0
+    return 0.5 if name.endswith(".jsonl") and _START.match(head) else 0.0
 
 
 def _is_record(record: dict[str, Any]) -> bool:
-    routed = any(_ROUTER_KEY.fullmatch(key) for key in record) or any(key in record for key in COUNT_KEYS)
+    if isinstance(record.get("span"), str) or isinstance(record.get("event"), str):
+        return False  # another file of the run directory
+    routed = any(_ROUTER_KEY.fullmatch(key) for key in record) or any(
+        key in values for _, values in _routers(record) for key in COUNT_KEYS)
     numbers = sum(isinstance(value, (int, float)) and not isinstance(value, bool) for value in record.values())
     special = any(value in _SPECIAL for value in record.values() if isinstance(value, str))
     return routed or (any(key in record for key in STEP_KEYS) and (numbers >= 2 or special))

@@ -113,7 +113,7 @@ def _well(layers: list[Layer], dropping: list[Layer]) -> Iterator[Finding]:
     recovered = [layer for layer in well if layer.state == "recovered"]
     note = f"; {_layers(recovered)} was uneven before and has recovered" if recovered else ""
     if all(layer.state == "unjudged" for layer in well):
-        summary = f"Routing of {who} was recorded during warm-up only: too early to judge."
+        summary = f"Routing of {who} cannot be judged yet: too few tokens, or recorded during warm-up only."
     else:
         excess = max(worst.last.excess, 0.0)
         summary = f"Routing is balanced in {who}: Gini at most {excess:.2f} above uniform routing{note}."

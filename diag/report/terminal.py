@@ -88,7 +88,7 @@ class _Page:
         scalars = model.scalars(finding)
         if scalars:
             self.gap()
-            self.field("numbers", " · ".join(f"{name} {text}" for name, text in scalars))
+            self.field("numbers", " · ".join(f"{_head(name)} {text}" for name, text in scalars))
         for name, columns, rows in model.tables(finding):
             self.table(name, columns, rows)
 
@@ -173,6 +173,7 @@ class _Page:
             rest = rest[len(rest.plain) - len(rest.plain.lstrip()) :]
             lines = [lines[0], *rest.wrap(self.console, room - hang)]  # type: ignore[assignment,list-item]
         for index, part in enumerate(lines):
+            part.rstrip()
             lead = label.copy() if not index else label.blank_copy()
             lead.pad_right(indent - lead.cell_len if not index else indent + hang)
             self.console.print(lead + part, soft_wrap=True)

@@ -1,0 +1,130 @@
+"""One rank's spans and events of a run of this trainer: events/rank_<R>.jsonl (docs/run-directory.md).
+
+    {"event":"start","time":1700000000.1,"rank":0}
+    {"span":"forward","step":1,"start":1700000001.2,"seconds":0.31}
+
+Events are few and kept; spans are many and only counted, summed and their last ones kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from diag.artefacts import Artefact, Source, Unreadable
+from diag.errors import ArtefactError
+
+NAME = "run-events"
+MAX_EVENTS = 10_000
+LAST_SPANS = 64
+MAX_LINE_BYTES = 1 << 20
+MAX_NAMES = 10_000
+_LINE = re.compile(rb'\s*\{"(?:event|span)":"')
+_RANK = re.compile(r"rank[_-]?(\d{1,7})")
+
+
+@dataclass(frozen=True, slots=True)
+class RunEvent:
+    """One event with its 1-based line; `time` in Unix seconds."""
+
+    name: str
+    line: int
+    time: float | None
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpan:
+    """One finished span; `start` in Unix seconds."""
+
+    name: str
+    line: int
+    step: int | None
+    start: float
+    seconds: float
+
+
+@dataclass(slots=True)
+class SpanTotal:
+    """All spans of one name."""
+
+    count: int = 0
+    seconds: float = 0.0
+    longest: RunSpan | None = None
+
+
+@dataclass(kw_only=True)
+class EventLog(Artefact):
+    """What one rank did: its events in order, its spans by name, and the last spans before the end."""
+
+    events: list[RunEvent] = field(default_factory=list)
+    spans: dict[str, SpanTotal] = field(default_factory=dict)
+    last_spans: deque[RunSpan] = field(default_factory=lambda: deque(maxlen=LAST_SPANS))
+    last_time: float | None = None
+    last_step: int | None = None
+
+
+ARTEFACT = EventLog
+
+
+def sniff(head: bytes, name: str) -> float:
+    """The first line is an event or a span."""
+    return 0.95 if _LINE.match(head) else 0.0
+
+
+def read(source: Source) -> EventLog | Unreadable:
+    """One pass; a torn last line is stated, other damaged lines are a warning."""
+    match = _RANK.search(source.name)
+    log = EventLog(path=source.path, format=NAME, bytes=source.bytes, ranks=[int(match[1])] if match else [])
+    bad, number, good = 0, 0, 0
+    try:
+        with source.open() as stream:
+            while line := stream.readline(MAX_LINE_BYTES):
+                number += 1
+                try:
+                    _take(log, msgspec.json.decode(line), number)
+                    good += 1
+                except (ValueError, TypeError, RecursionError):
+                    bad = bad or number
+    except ArtefactError as error:
+        log.problem, log.problem_severity = f"{error}; read up to line {number:,}", "warning"
+    log.lines = number
+    if not good:
+        return Unreadable(path=source.path, format=NAME, bytes=source.bytes, problem="holds no event and no span")
+    if bad and not log.problem:
+        last = bad == number
+        log.problem = f"line {bad:,} is cut off" if last else f"line {bad:,} and perhaps more are damaged"
+        log.problem_severity = "info" if last else "warning"
+    return log
+
+
+def _take(log: EventLog, record: Any, line: int) -> None:
+    if not isinstance(record, dict):
+        raise ValueError("not an object")
+    if isinstance(name := record.get("event"), str):
+        time = record.get("time")
+        moment = float(time) if isinstance(time, (int, float)) else None
+        if len(log.events) < MAX_EVENTS:
+            fields = {key: value for key, value in record.items() if key not in ("event", "time")}
+            log.events.append(RunEvent(name, line, moment, fields))
+        log.last_time = moment if moment is not None else log.last_time
+    elif isinstance(name := record.get("span"), str):
+        step = record.get("step")
+        span = RunSpan(name, line, step if isinstance(step, int) else None, float(record["start"]),
+                       float(record["seconds"]))
+        if name not in log.spans and len(log.spans) >= MAX_NAMES:
+            raise ValueError("more names than a recorder writes")
+        total = log.spans.setdefault(name, SpanTotal())
+        total.count += 1
+        total.seconds += span.seconds
+        if total.longest is None or span.seconds > total.longest.seconds:
+            total.longest = span
+        log.last_spans.append(span)
+        log.last_time = span.start + span.seconds
+        log.last_step = span.step if span.step is not None else log.last_step
+    else:
+        raise ValueError("neither event nor span")

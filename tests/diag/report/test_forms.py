@@ -1,0 +1,179 @@
+"""Every form shows the golden report as its snapshot says, and no text of an artefact acts on its reader.
+
+After a deliberate change: PDTRAIN_UPDATE_GOLDEN=1 pytest tests/diag/report, then read the diff.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from diag.report import html, markdown, model, terminal, timeline
+from diag.report.text import printable
+from diag.schema import Evidence, Finding, Report, Where, to_json
+from tests.diag.report.golden import HOSTILE, report
+
+SNAPSHOTS = Path(__file__).parent / "snapshots"
+FORMS = {
+    "report.80.txt": lambda r: terminal.render(r, width=80, wrap=True),
+    "report.200.txt": lambda r: terminal.render(r, width=200, wrap=True),
+    "report.piped.txt": lambda r: terminal.render(r, width=100),
+    "report.colour.txt": lambda r: terminal.render(r, width=80, colour=True, wrap=True),
+    "report.md": markdown.render,
+    "report.html": html.render,
+    "report.json": to_json,
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_golden(name: str) -> None:
+    text = FORMS[name](report())
+    path = SNAPSHOTS / name
+    if os.environ.get("PDTRAIN_UPDATE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8"), f"{name} changed; see this module's docstring"
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+def test_terminal_lines_fit_the_width_and_say_the_same(width: int) -> None:
+    text = terminal.render(report(), width=width, wrap=True)
+    assert max(map(len, text.splitlines())) <= width
+    for word in ("FAILED", "peer_exception", "rank 3", "stderr.log:1211", "do this", "not checked", "playbook show"):
+        assert word.replace(" ", "") in "".join(text.split())
+    assert "".join(text.split()).endswith("pdtrainplaybookshowpeer-exception")  # the last line is read first
+
+
+def test_colour_changes_no_word() -> None:
+    coloured = terminal.render(report(), width=80, colour=True, wrap=True)
+    assert "\x1b[" in coloured
+    bare = re.sub(r"\x1b\[[\d;]*m", "", coloured)
+    assert [line.rstrip() for line in bare.splitlines()] == terminal.render(report(), width=80, wrap=True).splitlines()
+
+
+def test_piped_evidence_stays_on_one_line() -> None:
+    long = Report(verdict="failed", headline="x", findings=[
+        Finding(cause="cuda_oom", role="root", severity="fatal", summary="x",
+                evidence=[Evidence(path="a.log", line=1, text="word " * 60)])])
+    assert "word " * 59 in terminal.render(long, width=80)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name.endswith("txt") and "colour" not in name])
+def test_a_terminal_obeys_no_text_of_a_log(name: str) -> None:
+    text = FORMS[name](report())
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
+    assert "[red]boom[/red]" in text and "[rank3]: FileNotFoundError" in text and r"\x1b[31mESC\x07" in text
+
+
+class Tags(HTMLParser):
+    """Collects the elements and attributes of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.attributes: list[tuple[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        self.attributes += attrs
+
+
+def everywhere(text: str) -> Report:
+    """A report with `text` in every field that a file can fill."""
+    where = Where(ranks=[1], hosts=[text], gpus=[text], module=text, group=text, file=text, line=1, time=text, step=1)
+    evidence = [Evidence(path=text, line=1, text=text, time=text, rank=1)]
+    numbers = {text: text, "rows": [{text: text, "n": 1}]}
+    finding = Finding(cause=text, summary=text, severity="error", role="root", where=where, evidence=evidence,
+                      playbook=text, fix=[text], numbers=numbers, explains=[1])
+    victim = Finding(cause=text, summary=text, severity="error", role="victim", where=where, evidence=evidence)
+    dated = Finding(cause=text, summary=text, severity="error", where=Where(ranks=[2], time="2024-05-01T00:00:00"))
+    other = Finding(cause=text, summary=text, severity="error", where=Where(ranks=[3], time="2024-05-01T00:00:09"))
+    base = report()
+    base.inputs[0].path = base.inputs[0].format = base.inputs[0].problem = text
+    return Report(verdict="failed", headline=text, inputs=base.inputs, findings=[finding, victim, dated, other],
+                  not_checked=[text])
+
+
+@pytest.mark.parametrize("text", [
+    HOSTILE, '"><img src=x onerror=alert(1)>', "'><svg/onload=alert(1)>", "</style><script>", "]]><!--",
+    "&lt;script&gt;", "javascript:alert(1)", "\x00\ud800"])
+def test_html_holds_no_element_of_a_log(text: str) -> None:
+    page = html.render(everywhere(text))
+    tags = Tags()
+    tags.feed(page)
+    plain = Tags()
+    plain.feed(html.render(everywhere("plain")))
+    assert tags.names == plain.names
+    assert not any(name.startswith("on") or name in ("src", "href") for name, _ in tags.attributes)
+    assert "default-src 'none'" in page
+    page.encode("utf-8")
+
+
+def test_html_needs_nothing_from_elsewhere() -> None:
+    assert not re.search(r"https?://|@import|url\(|<script|<link|<iframe", html.render(report()))
+
+
+def test_markdown_escapes_outside_of_code() -> None:
+    text = markdown.render(everywhere("*a* [b](c) <i>d</i> `e` @team #1 |"))
+    assert "<i>" not in re.sub(r"(`+).*?\1", "", text, flags=re.S)
+    assert markdown.code("a `b` ``c``") == "```a `b` ``c`````" or markdown.code("a `b` ``c``").startswith("```")
+    assert markdown.escape("1. x") == r"1\. x" and markdown.escape("snake_case 0.5") == "snake_case 0.5"
+
+
+def test_printable_shows_controls_and_keeps_letters() -> None:
+    assert printable("a\x1b[0mb\r\n\tc\u202ed") == r"a\x1b[0mb\x0d\x0a c\u202ed"
+    assert printable("Größe 训练 ✓") == "Größe 训练 ✓"
+    assert printable("x" * 10, 4) == "xxx…"
+
+
+def test_json_keeps_the_contract() -> None:
+    document = json.loads(to_json(report()))
+    assert list(document) == ["schema", "verdict", "headline", "inputs", "findings", "not_checked"]
+    assert document["schema"] == "pdtrain.report/1"
+    promised = {"cause", "role", "severity", "confidence", "summary", "where", "evidence", "explains", "playbook",
+                "fix", "numbers"}
+    assert all(promised <= finding.keys() for finding in document["findings"])
+    assert document["findings"][2]["where"] == {"ranks": [4, 5]}  # what is not known is absent
+    assert document["findings"][0]["evidence"][1]["text"] == HOSTILE
+    assert "problem" not in document["inputs"][0] and document["inputs"][8]["readable"] is False
+
+
+def test_timeline_orders_ranks_in_time_or_steps_or_is_absent() -> None:
+    drawing = timeline.render(report())
+    assert drawing.index("rank 3") < drawing.index("rank 0")  # the guilty rank on top
+    assert "2024-05-01 12:00:03" in drawing and "+10 min" in drawing
+    findings = [Finding(cause="loss_spike", summary="x", severity="warning", where=Where(step=s)) for s in (10, 90)]
+    stepped = timeline.render(Report(verdict="degraded", headline="x", findings=findings))
+    assert "step 10" in stepped and "every rank" in stepped
+    assert timeline.render(Report(verdict="degraded", headline="x", findings=findings[:1])) == ""
+
+
+@pytest.mark.parametrize("ranks, words", [
+    ([], ""), ([5], "5"), ([0, 1], "0, 1"), ([0, 1, 2, 4], "0-2, 4"),
+    (list(range(0, 60, 2)), "0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, … (30 in all)")])
+def test_rank_lists_fold(ranks: list[int], words: str) -> None:
+    assert model.rank_list(ranks) == words
+
+
+@pytest.mark.chromium
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_browser_shows_the_page_without_sideways_scrolling(tmp_path: Path, width: int) -> None:
+    page = tmp_path / "report.html"
+    script = "<script>document.title = document.documentElement.scrollWidth</script>"
+    page.write_text(html.render(everywhere("x" * 300)).replace("default-src 'none'", "script-src 'unsafe-inline'")
+                    .replace("</body>", f"{script}</body>"), encoding="utf-8")
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or ""
+    done = subprocess.run(
+        [browser, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}",
+         f"--window-size={width},844", "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=60)
+    title = re.search(r"<title>(\d+)</title>", done.stdout)
+    assert title, done.stderr[-500:]
+    assert int(title[1]) <= max(width, 500)  # headless Chromium has a least window width of 500
