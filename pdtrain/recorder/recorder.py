@@ -65,6 +65,8 @@ class Recorder:
         """The last step that was logged, or resumed from."""
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
         """Called in rank 0 with each row of metrics as plain values, once per logging interval (progress, tests)."""
+        self.closers: list[Callable[[], None]] = []
+        """Called when the recorder closes, before a traceback is printed (the live line gives the terminal back)."""
         self._stopped: str | None = None
         self._closed = False
         self._owed = False  # an interval ended with a step of which more is to come
@@ -282,7 +284,7 @@ class Recorder:
         self.write_event("end", {"ok": not self._crashed, "last_step": self.step})
         self._closed = True
         sinks = self._sinks or []
-        actions: list[Callable[[], Any]] = [sink.close for sink in sinks]
+        actions: list[Callable[[], Any]] = [*self.closers, *(sink.close for sink in sinks)]
         if self._timer is not None:
             actions.append(self._timer.remove)
         if self._guard is not None:
