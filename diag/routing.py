@@ -62,6 +62,7 @@ class Judged:
     max_vio: float | None = None
     max_vio_floor: float | None = None
     load_entropy: float | None = None
+    top_share: float | None = None
     hottest_share: float | None = None
     concentration: float | None = None
 
@@ -120,7 +121,8 @@ class Layer:
         last = self.last
         fields = {
             "layer": self.layer, "state": self.state, "gini_excess": last.excess, "gini": last.gini,
-            "gini_floor": last.gini_floor, "hottest_share": last.hottest_share, "dead_experts": len(self.dead),
+            "gini_floor": last.gini_floor, "hottest_share": last.hottest_share,
+            "top_share": last.top_share if last.hottest_share is None else None, "dead_experts": len(self.dead),
             "drop_rate": self.drop_rate, "load_entropy": last.load_entropy,
             "token_entropy": last.window.mean("token_entropy"), "max_vio": last.max_vio,
             "max_vio_floor": last.max_vio_floor, "cv": last.cv, "drop_floor": self.drop_floor,
@@ -243,14 +245,24 @@ def _measure(window: RouterWindow, experts: int, top_k: int | None) -> Judged | 
         return Judged(window, math.nan, gini, floor, cv=window.mean("cv"), max_vio=window.mean("max_vio"),
                       load_entropy=window.mean("load_entropy"))
     total, chosen = sum(counts), top_k or 1  # an unknown K is taken as 1: the highest floor
-    mean, ranked = total / experts, sorted(counts, reverse=True)
-    even = chosen / experts
+    mean = total / experts
     return Judged(
         window, mean, balance.gini(counts), balance.gini_floor(experts, chosen, mean), cv=balance.cv(counts),
         max_vio=balance.max_vio(counts), max_vio_floor=balance.max_vio_floor(experts, chosen, mean),
-        load_entropy=balance.load_entropy(counts), hottest_share=min(1.0, ranked[0] * chosen / total),
-        concentration=(sum(ranked[:chosen]) / total - even) / (1 - even),
+        load_entropy=balance.load_entropy(counts), top_share=max(counts) / total,
+        hottest_share=min(1.0, max(counts) * top_k / total) if top_k else None,
+        concentration=_concentration(counts, top_k),
     )
+
+
+def _concentration(counts: Sequence[int], top_k: int | None) -> float:
+    """How far the K hottest experts are on the way from an even share (0) to everything (1).
+
+    With K unknown, the most telling of the K that models use, up to a quarter of the experts.
+    """
+    total, experts, ranked = sum(counts), len(counts), sorted(counts, reverse=True)
+    likely = [k for k in (1, 2, 4, 8) if k == 1 or k <= experts / 4]
+    return max((sum(ranked[:k]) / total - k / experts) / (1 - k / experts) for k in ([top_k] if top_k else likely))
 
 
 def top_k_of(base: Sequence[RouterWindow], log: MetricsLog, config: RunConfig | None) -> int | None:

@@ -72,7 +72,11 @@ def _sentence(cause: str, sick: list[Layer], first: int | None, log: MetricsLog)
     since = f" since step {first:,}" if first is not None and log.steps_known else ""
     gini = f"Gini {last.gini:.2f}, {last.excess:.2f} above uniform routing"
     if cause == "moe_router_collapse":
-        share = f"{last.hottest_share:.0%} of tokens visit one expert, " if last.hottest_share is not None else ""
+        share = ""
+        if last.hottest_share is not None:
+            share = f"{last.hottest_share:.0%} of tokens visit one expert, "
+        elif last.top_share is not None:
+            share = f"one expert takes {last.top_share:.0%} of all assignments, "
         return f"The router of {_layers(sick)} has collapsed{since}: {_in(worst, sick)}{share}{gini}."
     if worst.dead and worst.onset() is None:
         return f"Experts of {_layers(sick)} are dead: {_in(worst, sick)}{len(worst.dead)} of {worst.experts} got no " \
