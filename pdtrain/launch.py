@@ -32,6 +32,8 @@ from pdtrain.recorder.environment import prepare_environment
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: torchrun's own shape, so that the same signatures read it.
 LINE = "%(levelname).1s%(asctime)s.%(msecs)03d000 %(process)d %(name)s:%(lineno)d] %(message)s"
+#: After a rank has failed the others cannot finish a collective, hence not save: this is for their dumps.
+GRACE_SECONDS = 10
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -70,6 +72,7 @@ def launch(
             log_dir=str(logs / "torchrun"), redirects=dict.fromkeys(range(1, processes), Std.ALL)
         ),
         signals_to_handle="SIGQUIT",  # the others are ours
+        shutdown_timeout=GRACE_SECONDS,
     )
     with _environment(run_dir, threads, flight_recorder_entries), _agent_log(logs / "launcher.log") as log:
         with _forwarding() as received:
