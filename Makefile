@@ -21,6 +21,7 @@ lint: $(READY)
 
 docs: $(READY)  ## write the pages that are generated from the code
 	$(BIN)/python -m pdtrain.config.docs
+	$(BIN)/python -m diag.docs
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

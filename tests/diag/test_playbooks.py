@@ -117,7 +117,8 @@ Prose.
 
 
 @pytest.mark.parametrize("old, new, words", [
-    ("suspect: b", "suspects: b", "suspects"), ("fix: [a]", "fix: []", "fix"), ("id: x-y", "id: other", "id is 'other'"),
+    ("suspect: b", "suspects: b", "suspects"), ("fix: [a]", "fix: []", "fix"),
+    ("id: x-y", "id: other", "id is 'other'"),
     ("command: ls, ", "", "a command or a look"), ("command: ls", "command: ls, look: b", "a command or a look"),
     ("fix: [a]", "fix: [a: b]", "fix"), ("causes: [loss_nan]", "causes: [loss_nan", "expected"),
 ])
