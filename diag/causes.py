@@ -166,7 +166,125 @@ _ROWS = (
 
 CAUSES: dict[str, Cause] = {row.slug: row for row in _ROWS}
 
-EXPLAINS: dict[str, tuple[Link, ...]] = {
-    "moe_router_collapse": (Link("moe_expert_imbalance"), Link("moe_token_drop")),
-    "moe_expert_imbalance": (Link("moe_token_drop"),),
+#: What is seen while others wait, or before anybody knows why: explained by nearly every real fault, never the reverse.
+WAITING = frozenset({
+    "collective_mismatch", "uneven_batches", "slow_rank_work", "hang_silent", "store_lost", "rendezvous_timeout",
+    "missing_rank_init", "collective_missing_rank", "rank_dump_missing", "p2p_unmatched", "group_order_deadlock",
+    "hang_all_waiting", "hang_undetermined", "scheduler_time_limit", "unexplained_end", "p2p_acs_iommu",
+    "jit_build_lock", "teardown_hang",
+})
+#: Real, but often the consequence of something more specific that the same rank, host or job shows.
+GENERAL = frozenset({
+    "exception_unknown", "peer_exception", "code_error", "killed_unconfirmed", "segfault", "cuda_kernel_fault",
+    "gpu_hw_fault", "dataloader_worker_killed", "loss_spike", "loss_divergence", "slow_node", "slow_data_io",
+    "straggler", "moe_token_drop", "moe_expert_imbalance", "ckpt_incomplete", "preempted",
+})
+
+
+def tier(cause: str) -> int:
+    """3 for a specific fault, 2 for a general one, 1 for waiting: what to believe when the order is not known."""
+    return 1 if cause in WAITING else 2 if cause in GENERAL else 3
+
+
+def _links(*causes: str, same: Shared = "job") -> tuple[Link, ...]:
+    return tuple(Link(cause, same) for cause in causes)
+
+
+#: Links between real faults. That every one of them explains WAITING is added below.
+_SPECIFIC: dict[str, tuple[Link, ...]] = {
+    "moe_router_collapse": _links("moe_expert_imbalance", "moe_token_drop", "loss_spike", "loss_divergence"),
+    "moe_expert_imbalance": _links("moe_token_drop", "cuda_oom", "straggler"),
+    "loss_nan": _links("cuda_kernel_fault", "device_assert_vocab", "fp16_loss_scale_collapse", "exception_unknown",
+                       "peer_exception", "code_error", "gpu_hw_fault"),
+    "grad_explosion": _links("loss_nan", "loss_spike", "loss_divergence", "fp16_loss_scale_collapse"),
+    "loss_divergence": _links("loss_nan", "fp16_loss_scale_collapse"),
+    "fp16_loss_scale_collapse": _links("loss_nan", "loss_spike", "loss_divergence", "exception_unknown"),
+    "gpu_ecc": _links("gpu_hw_fault", "cuda_kernel_fault", "cuda_oom", "cuda_oom_shared_gpu", "gpu_fell_off_bus",
+                      "exception_unknown", "peer_exception", "segfault", "killed_unconfirmed"),
+    "gpu_fell_off_bus": _links("gpu_hw_fault", "cuda_kernel_fault", "nvlink_error", "gpu_ecc", "driver_mismatch",
+                               "exception_unknown", "peer_exception", "segfault", "slow_node"),
+    "nvlink_error": _links("gpu_hw_fault", "cuda_kernel_fault", "exception_unknown", "peer_exception", "segfault"),
+    "gpu_hw_fault": _links("cuda_kernel_fault", "exception_unknown", "peer_exception", "segfault", "code_error"),
+    "cuda_kernel_fault": _links("exception_unknown", "peer_exception", "segfault", "gpu_hw_fault"),
+    "device_assert_vocab": _links("cuda_kernel_fault", "exception_unknown", "peer_exception", "cuda_oom", "segfault",
+                                  "gpu_hw_fault"),
+    "fabric_manager": _links("driver_mismatch", "gpu_hw_fault", "exception_unknown", "code_error", "nvlink_error",
+                             "duplicate_gpu"),
+    "driver_mismatch": _links("exception_unknown", "code_error", "gpu_hw_fault", "no_kernel_image"),
+    "no_kernel_image": _links("exception_unknown", "code_error", "cuda_kernel_fault"),
+    "fork_cuda": _links("dataloader_worker_killed", "exception_unknown", "code_error"),
+    "fork_segfault": _links("dataloader_worker_killed", "segfault", "exception_unknown", "peer_exception"),
+    "shm_too_small": _links("dataloader_worker_killed", "disk_full", "exception_unknown", "segfault", "code_error"),
+    "host_oom": _links("dataloader_worker_killed", "killed_unconfirmed", "exception_unknown", "peer_exception",
+                       "segfault", "node_failure"),
+    "dataloader_worker_killed": _links("exception_unknown", "peer_exception", "killed_unconfirmed"),
+    "disk_full": _links("ckpt_incomplete", "ckpt_corrupt", "exception_unknown", "peer_exception", "code_error",
+                        "killed_unconfirmed", "segfault"),
+    "stale_file_handle": _links("ckpt_corrupt", "ckpt_missing_shard", "exception_unknown", "peer_exception",
+                                "compile_cache_race", "disk_full"),
+    "compile_cache_race": _links("exception_unknown", "peer_exception", "code_error", "stale_file_handle"),
+    "too_many_open_files": _links("exception_unknown", "peer_exception", "dataloader_worker_killed", "code_error"),
+    "ib_hca_failure": _links("ib_link_error", "ib_gdr_acs", "wrong_nic", "exception_unknown"),
+    "ib_link_error": _links("wrong_nic", "exception_unknown"),
+    "ib_gdr_acs": _links("ib_link_error", "exception_unknown"),
+    "nccl_net_plugin": _links("wrong_nic", "exception_unknown", "segfault", "code_error"),
+    "nccl_version_mismatch": _links("exception_unknown", "code_error", "nccl_net_plugin"),
+    "duplicate_gpu": _links("exception_unknown", "code_error"),
+    "wrong_nic": _links("exception_unknown"),
+    "hostname_resolution": _links("wrong_nic", "exception_unknown", "code_error"),
+    "port_in_use": _links("exception_unknown", "code_error", "wrong_nic"),
+    "preempted": _links("killed_unconfirmed", "exception_unknown", "peer_exception", "segfault", "code_error",
+                        "port_in_use"),
+    "node_failure": _links("killed_unconfirmed", "exception_unknown", "peer_exception", "preempted", "ib_link_error"),
+    "ckpt_parallel_mismatch": _links("ckpt_shape_mismatch", "ckpt_missing_keys", "ckpt_missing_shard",
+                                     "exception_unknown", "ckpt_config_mismatch"),
+    "ckpt_world_size": _links("ckpt_missing_shard", "ckpt_shape_mismatch", "exception_unknown"),
+    "ckpt_universal": _links("ckpt_missing_keys", "ckpt_missing_shard", "exception_unknown", "code_error"),
+    "ckpt_shape_mismatch": _links("ckpt_missing_keys", "exception_unknown", "code_error"),
+    "ckpt_missing_shard": _links("exception_unknown", "peer_exception", "ckpt_corrupt"),
+    "ckpt_missing_keys": _links("exception_unknown", "code_error"),
+    "ckpt_corrupt": _links("exception_unknown", "peer_exception", "code_error", "ckpt_missing_keys"),
+    "empty_dataset": _links("exception_unknown", "code_error"),
+    "ds_batch_config": _links("exception_unknown", "code_error"),
+    "jit_build_lock": _links("hang_silent", "exception_unknown", "scheduler_time_limit"),
+    "slow_rank_work": _links("collective_mismatch", "missing_rank_init", "rendezvous_timeout", "store_lost",
+                             "hang_undetermined", "hang_silent", "collective_missing_rank", "exception_unknown",
+                             "peer_exception"),
+    "missing_rank_init": _links("rendezvous_timeout", "scheduler_time_limit", "store_lost", "hang_silent",
+                                "hang_undetermined", "collective_mismatch", "exception_unknown", "killed_unconfirmed"),
+    "rendezvous_timeout": _links("store_lost", "exception_unknown", "scheduler_time_limit", "hang_silent", "code_error"),
+    "collective_mismatch": _links("store_lost", "hang_undetermined", "hang_silent", "exception_unknown",
+                                  "peer_exception", "segfault", "killed_unconfirmed", "scheduler_time_limit",
+                                  "hang_all_waiting", "code_error"),
+    "uneven_batches": _links("collective_mismatch", "hang_undetermined", "store_lost", "collective_missing_rank",
+                             "exception_unknown", "peer_exception", "hang_silent"),
+    "p2p_acs_iommu": _links("hang_undetermined", "hang_all_waiting", "hang_silent", "collective_mismatch",
+                            "exception_unknown", "segfault"),
+    "hang_silent": _links("scheduler_time_limit", "killed_unconfirmed", "preempted"),
+    "hang_all_waiting": _links("hang_undetermined", "hang_silent", "store_lost", "exception_unknown", "segfault"),
+    "hang_undetermined": _links("hang_silent", "store_lost", "exception_unknown", "segfault"),
+    "collective_missing_rank": _links("collective_mismatch", "hang_undetermined", "hang_silent", "hang_all_waiting",
+                                      "store_lost", "exception_unknown", "segfault"),
+    "group_order_deadlock": _links("collective_mismatch", "hang_undetermined", "hang_silent", "hang_all_waiting",
+                                   "collective_missing_rank"),
+    "p2p_unmatched": _links("collective_mismatch", "hang_undetermined", "hang_silent", "collective_missing_rank"),
+    "store_lost": _links("hang_undetermined", "unexplained_end"),
 }
+
+
+def _graph() -> dict[str, tuple[Link, ...]]:
+    graph: dict[str, tuple[Link, ...]] = {}
+    for slug, row in CAUSES.items():
+        links = list(_SPECIFIC.get(slug, ()))
+        if tier(slug) > 1 and row.verdict in ("failed", "degraded"):
+            known = {link.cause for link in links}
+            links += [Link(cause) for cause in sorted(WAITING) if cause not in known and cause != "teardown_hang"]
+        graph[slug] = tuple(links)
+    for variant in ("cuda_oom", "cuda_oom_fragmentation", "cuda_oom_optimizer", "cuda_oom_shared_gpu"):
+        graph[variant] += _links("exception_unknown", "peer_exception", "cuda_kernel_fault", "segfault", "code_error",
+                                 "killed_unconfirmed")
+    return graph
+
+
+#: Who accounts for whom; walked by `diag.correlate`.
+EXPLAINS: dict[str, tuple[Link, ...]] = _graph()

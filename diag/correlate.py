@@ -1,39 +1,115 @@
-"""The findings of all ranks and artefacts -> roles: one root cause first, what it explains beneath it."""
+"""The findings of all ranks and artefacts -> roles: the first initiating failure, and beneath it what it explains.
+
+A finding that nothing else explains is a candidate for the root. `a` explains `b` when the graph in `causes` has the
+link, both share what the link asks for, and `a` is not later. Of several candidates the earliest is the root; where
+the order is not known, the more specific and more certain one. Unknown never equals unknown.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from diag.artefacts import Artefacts
-from diag.causes import CAUSES, EXPLAINS
-from diag.schema import SEVERITY_ORDER, Finding
+from diag.causes import CAUSES, EXPLAINS, Shared, tier
+from diag.schema import SEVERITY_ORDER, Evidence, Finding
+
+#: A second unexplained failure makes the verdict less certain.
+RIVAL = 0.85
+Before = Callable[[Finding, Finding], "bool | None"]
 
 
 def correlate(findings: list[Finding], artefacts: Artefacts) -> list[Finding]:
     """`findings` with roles assigned, root first, `explains` filled with indexes into the returned list.
 
-    A finding at warning or above that no other explains, whose cause can lead a report, is a candidate; the most
-    severe, most confident one becomes the root. Findings of role "context" and of severity "info" keep their role.
+    Findings of role "context" and of severity "info" keep their role and never lead.
     """
-    candidates = [f for f in findings if _can_lead(f)]
-    roots = [f for f in candidates if not any(_explains(other, f) for other in candidates if other is not f)]
-    roots = roots or candidates
-    root = max(roots, key=lambda f: (SEVERITY_ORDER[f.severity], f.confidence), default=None)
-    if root is None:
+    candidates = [f for f in findings if can_lead(f)]
+    if not candidates:
         return findings
+    roots = [b for b in candidates if not any(explains(a, b) for a in candidates if a is not b)] or candidates
+    root = roots[0]
+    for other in roots[1:]:
+        if leads(other, root):
+            root = other
+    accounted = _accounted(root, candidates)
+    rivals = [f for f in roots if f is not root and f not in accounted and tier(f.cause) >= 2
+              and SEVERITY_ORDER[f.severity] >= SEVERITY_ORDER["error"]]
+    if rivals and before(root, rivals[0]) is not True:
+        root.confidence = round(root.confidence * RIVAL, 3)
     root.role = "root"
-    victims = [f for f in candidates if f is not root and _explains(root, f)]
-    for finding in victims:
-        finding.role = "victim"
-    others = [f for f in findings if f is not root and f not in victims]
-    ordered = [root, *victims, *others]
-    root.explains = list(range(1, 1 + len(victims)))
+    for finding in candidates:
+        if finding is not root:
+            finding.role = "victim" if finding in accounted else "symptom"
+    for finding in findings:
+        if finding.role == "victim" and finding not in accounted:
+            accounted.append(finding)
+    ordered = [root, *accounted, *(f for f in findings if f is not root and f not in accounted)]
+    root.explains = list(range(1, 1 + len(accounted)))
     return ordered
 
 
-def _can_lead(finding: Finding) -> bool:
+def can_lead(finding: Finding) -> bool:
+    """Whether `finding` may be the root of a report."""
     cause = CAUSES.get(finding.cause)
-    leads = cause is None or cause.verdict in ("failed", "degraded")
-    return leads and finding.role != "context" and SEVERITY_ORDER[finding.severity] >= SEVERITY_ORDER["warning"]
+    leads_ = cause is None or cause.verdict in ("failed", "degraded")
+    return leads_ and finding.role not in ("context", "victim") and \
+        SEVERITY_ORDER[finding.severity] >= SEVERITY_ORDER["warning"]
 
 
-def _explains(a: Finding, b: Finding) -> bool:
-    return any(link.cause == b.cause for link in EXPLAINS.get(a.cause, ()))
+def explains(a: Finding, b: Finding) -> bool:
+    """Whether `a` accounts for `b`."""
+    return any(link.cause == b.cause and before(b, a) is not True and shares(a, b, link.same)
+               for link in EXPLAINS.get(a.cause, ()))
+
+
+def shares(a: Finding, b: Finding, what: Shared) -> bool:
+    """Whether both findings name the same rank, host or group. Everything here is one job."""
+    if what == "job":
+        return True
+    if what == "group":
+        return a.where.group is not None and a.where.group == b.where.group
+    ours, theirs = (a.where.ranks, b.where.ranks) if what == "rank" else (a.where.hosts, b.where.hosts)
+    return bool(set(ours) & set(theirs))  # type: ignore[arg-type]
+
+
+def leads(a: Finding, b: Finding) -> bool:
+    """Whether `a` rather than `b` should be the root; neither explains the other."""
+    serious = [SEVERITY_ORDER[f.severity] >= SEVERITY_ORDER["error"] for f in (a, b)]
+    if serious[0] != serious[1]:
+        return serious[0]
+    order = before(a, b)
+    if order is not None:
+        return order
+    return (tier(a.cause), a.confidence) > (tier(b.cause), b.confidence)
+
+
+def before(a: Finding, b: Finding) -> bool | None:
+    """Whether `a` began earlier than `b`: by line within one file, by time between files; None when unknown."""
+    first, second = _onset(a), _onset(b)
+    if first is None or second is None:
+        return None
+    if first.path == second.path:
+        if first.line is None or second.line is None or first.line == second.line:
+            return None
+        return first.line < second.line
+    if first.time and second.time and len(first.time) == len(second.time) and first.time != second.time:
+        return first.time < second.time
+    return None
+
+
+def _onset(finding: Finding) -> Evidence | None:
+    """The line that a finding began with: its first evidence."""
+    return finding.evidence[0] if finding.evidence else None
+
+
+def _accounted(root: Finding, candidates: list[Finding]) -> list[Finding]:
+    """Everything that `root` explains, directly or through what it explains, in reading order."""
+    found: list[Finding] = []
+    queue = [root]
+    while queue:
+        current = queue.pop(0)
+        for other in candidates:
+            if other is not root and other not in found and explains(current, other):
+                found.append(other)
+                queue.append(other)
+    return [f for f in candidates if f in found]

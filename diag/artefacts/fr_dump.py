@@ -16,6 +16,7 @@ What an entry's fields mean differs more than the version says:
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
@@ -62,7 +63,8 @@ class Op(msgspec.Struct, frozen=True, array_like=True):
 class Entry(msgspec.Struct, frozen=True, array_like=True):
     """One call on one group by one rank. `seq` counts collectives or, for p2p, sends and receives of the group.
 
-    `record` orders all calls of the rank. `done` is completion, whatever the backend calls it.
+    `record` orders all calls of the rank. `done` is completion, whatever the backend calls it. `site` stands for the
+    line of the program that made the call (0 for unknown); `stack` is kept for a few calls only.
     """
 
     seq: int
@@ -74,6 +76,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     started: bool = False
     time_ns: int = 0
     timeout_ms: int = 0
+    site: int = 0
     stack: tuple[Frame, ...] = ()
 
 
@@ -313,7 +316,7 @@ class _Walk:
             timed_out=raw.retired and not done,
             started=raw.state == "started" or bool(raw.time_discovered_started_ns),
             time_ns=raw.time_created_ns, timeout_ms=raw.timeout_ms or 0,
-            stack=_stack(raw.frames) if stack else (),
+            site=_site(raw.frames), stack=_stack(raw.frames) if stack else (),
         )
 
 
@@ -331,11 +334,25 @@ def _shapes(sizes: list[list[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, sizes))
 
 
+@lru_cache(maxsize=4096)
+def _is_internal(filename: str) -> bool:
+    return _INTERNAL.search(filename) is not None
+
+
+def _site(frames: Iterable[dict[str, Any]]) -> int:
+    """A number for the innermost line outside of torch's own plumbing, equal on all ranks of a job."""
+    for frame in frames:
+        filename = str(frame.get("filename", "?"))
+        if not _is_internal(filename):
+            return zlib.crc32(f"{filename}:{frame.get('line')}".encode(errors="replace")) or 1
+    return 0
+
+
 def _stack(frames: Iterable[dict[str, Any]]) -> tuple[Frame, ...]:
     """The innermost frames outside of torch's own plumbing; all of them where nothing else is left."""
     found = [Frame(_clip(str(f.get("filename", "?"))), int(f.get("line") or 0), _clip(str(f.get("name", "?"))))
              for f in frames]
-    return tuple([f for f in found if not _INTERNAL.search(f.filename)][:KEPT_FRAMES] or found[:KEPT_FRAMES])
+    return tuple([f for f in found if not _is_internal(f.filename)][:KEPT_FRAMES] or found[:KEPT_FRAMES])
 
 
 def _clip(text: str, limit: int = MAX_TEXT) -> str:

@@ -14,7 +14,7 @@ from diag.artefacts import Artefact, Progress, Source, Unreadable
 from diag.artefacts.log_facts import Log
 from diag.artefacts.log_pool import run
 from diag.artefacts.log_scan import Facts
-from diag.signatures import load_catalogue
+from diag.signatures import Rule, load_catalogue
 
 NAME = "log"
 ARTEFACT = Log
@@ -62,16 +62,17 @@ def read(source: Source) -> Artefact:
 def read_many(sources: Sequence[Source], progress: Progress) -> list[Artefact | Unreadable]:
     """The facts of many logs, scanned on all cores. Raises `UsageError` for a bad signature of the user's."""
     catalogue = load_catalogue(sources[0].options.signatures if sources else None)
-    return [_log(source, pieces) for source, pieces in zip(sources, run(sources, catalogue, progress), strict=True)]
+    results = run(sources, catalogue, progress)
+    return [_log(source, pieces, catalogue.by_id) for source, pieces in zip(sources, results, strict=True)]
 
 
-def _log(source: Source, pieces: list[Facts]) -> Artefact:
+def _log(source: Source, pieces: list[Facts], rules: dict[str, Rule]) -> Artefact:
     facts = _joined(pieces)
     if facts.problem and not facts.lines:
         return Unreadable(path=source.path, format=NAME, bytes=source.bytes, problem=facts.problem)
     log = Log(path=source.path, format=NAME, bytes=source.bytes, lines=facts.lines, problem=facts.problem,
               problem_severity="warning", events=facts.events, tracebacks=facts.tracebacks, progress=facts.progress,
-              counts=facts.counts, tail=facts.tail, rare=facts.rare, clock=facts.clock, size=facts.size)
+              counts=facts.counts, tail=facts.tail, rare=facts.rare, clock=facts.clock, size=facts.size, rules=rules)
     _name(log)
     if log.name_rank is not None:
         log.ranks = [log.name_rank]

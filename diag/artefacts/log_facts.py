@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from diag.artefacts import Artefact
+from diag.signatures.schema import Rule
 
 
 class Speaker(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -109,3 +110,5 @@ class Log(Artefact):
     name_host: str | None = None
     attempt: int | None = None
     size: int = 0
+    #: the rules behind the events, by id
+    rules: dict[str, Rule] = field(default_factory=dict, repr=False)

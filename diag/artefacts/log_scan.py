@@ -27,6 +27,9 @@ KEEP = 4096
 FIRST, LAST, RANKS = 200, 12, 4096
 #: After this many verified lines of one rule in one file the rest is only counted, unverified.
 COUNT_ONLY = 20_000
+#: Rules whose first few lines say it all (channels, interfaces): NCCL prints them by the million.
+CHATTY = "chat-"
+CHATTY_COUNT = 24
 #: Text within this distance behind a traceback's start belongs to it.
 CONTEXT = 96 << 10
 TAIL = 64 << 10
@@ -89,7 +92,7 @@ class Scan:
             rule = self.catalogue.rules[index]
             count = facts.counts.get(rule.id, 0)
             line_start = block.rfind(b"\n", 0, end - 1) + 1 if end else 0
-            if count >= COUNT_ONLY:
+            if count >= COUNT_ONLY or (count >= CHATTY_COUNT and rule.id.startswith(CHATTY)):
                 facts.counts[rule.id] = count + 1
                 continue
             start = max(line_start, block.rfind(b"\r", line_start, end - 1) + 1)
@@ -109,7 +112,8 @@ class Scan:
                 starts.append((line_start, at_line))
                 continue
             event = self._event(rule, block, segment, match.start(), low, line_start, at_line, first_offset)
-            event.groups = {k: v.decode("utf-8", "replace") for k, v in match.groupdict().items() if v is not None}
+            event.groups = {k.rstrip("0123456789"): v.decode("utf-8", "replace").strip()
+                            for k, v in match.groupdict().items() if v is not None}
             if self._keep(rule, event):
                 new.append(event)
         quoted = self._tracebacks(starts, block, ahead, first_offset)

@@ -1,0 +1,190 @@
+"""All findings of the logs together: made by the other modules, then judged in the light of how the run ended."""
+
+from __future__ import annotations
+
+from diag.logs.endings import (
+    AT_EXIT,
+    SIGNALS,
+    attach_exits,
+    finished_at,
+    jit_lock,
+    last_good_save,
+    planned_exit,
+    saved_after,
+    silence,
+)
+from diag.logs.exceptions import exception_findings
+from diag.logs.known import blamed, pick_evidence, signature_findings, subject_of
+from diag.logs.memory import refine_cuda_oom
+from diag.logs.numerics import numeric_findings
+from diag.logs.startup import startup_findings
+from diag.logs.unknown import unexplained
+from diag.logs.view import Item, Place, View
+from diag.logs.waiting import waiting_findings
+from diag.schema import SEVERITY_ORDER, Finding, Where
+from diag.signatures import format_says
+
+#: Training that went on for this many steps after a line survived it.
+SURVIVED_STEPS = 3
+_NUMERIC = {"loss_nan", "loss_spike", "loss_divergence", "loss_degenerate", "fp16_loss_scale_collapse", "slow_node",
+            "slow_data_io", "moe_router_collapse"}
+
+
+def findings_of(view: View) -> list[Finding]:
+    """Everything the logs show, not yet correlated."""
+    known = signature_findings(view)
+    for finding in known:
+        if finding.cause == "cuda_oom":
+            refine_cuda_oom(view, finding, [i for i in view.items if i.rule.cause == "cuda_oom"
+                                            and i.rule.role == "initiating" and not i.event.quoted])
+        if finding.cause in SIGNALS.values():
+            attach_exits(view, finding)
+    found = [*known, *exception_findings(view), *waiting_findings(view), *startup_findings(view)]
+    found = _merged(found + numeric_findings(view))
+    survived(view, found)
+    alive = [f for f in found if SEVERITY_ORDER[f.severity] >= SEVERITY_ORDER["warning"]]
+    if not [f for f in alive if f.cause not in ("scheduler_time_limit", "preempted", "slow_node", "loss_spike")]:
+        for make in (jit_lock, silence):
+            finding = make(view)
+            if finding is not None:
+                found.append(finding)
+                alive.append(finding)
+                break
+    if not alive:
+        promoted = promote(view)
+        found.extend(promoted)
+        alive = promoted
+    at_exit(view, found)
+    if not [f for f in found if SEVERITY_ORDER[f.severity] >= SEVERITY_ORDER["warning"]]:
+        found.extend(unexplained(view))
+    elif alive:
+        found.extend(victims(view, found))
+    for context in (planned_exit(view),):
+        if context is not None:
+            found.append(context)
+    saved = last_good_save(view)
+    if saved is not None:
+        for finding in found:
+            if SEVERITY_ORDER[finding.severity] >= SEVERITY_ORDER["error"]:
+                finding.numbers.setdefault("last_save_line", saved.line)
+    return found
+
+
+def _merged(found: list[Finding]) -> list[Finding]:
+    """One finding per cause: signature and number checks may both see the same thing."""
+    by_cause: dict[str, Finding] = {}
+    result = []
+    for finding in found:
+        first = by_cause.get(finding.cause)
+        if first is None or finding.cause in ("exception_unknown", "peer_exception", "code_error"):
+            by_cause.setdefault(finding.cause, finding)
+            result.append(finding)
+            continue
+        first.confidence = max(first.confidence, finding.confidence)
+        first.evidence = sorted({(e.path, e.line): e for e in [*first.evidence, *finding.evidence]}.values(),
+                                key=lambda e: (e.path, e.line or 0))[:7]
+        if not first.where.ranks:
+            first.where.ranks = finding.where.ranks
+        if not first.where.hosts:
+            first.where.hosts = finding.where.hosts
+        if first.where.step is None:
+            first.where.step = finding.where.step
+        first.numbers = finding.numbers | first.numbers
+    return result
+
+
+def survived(view: View, found: list[Finding]) -> None:
+    """Failures after which training went on did not end the run: they become context."""
+    index = {log.path: number for number, log in enumerate(view.logs)}
+    for finding in found:
+        if finding.cause in _NUMERIC or not finding.evidence:
+            continue
+        lines = [e.line for e in finding.evidence if e.line is not None and e.path == finding.evidence[0].path]
+        log = index.get(finding.evidence[0].path)
+        if log is None or not lines:
+            continue
+        steps = {p.step for number, p in view.progress if number == log and p.line > max(lines)}
+        if len(steps) >= SURVIVED_STEPS and not _ends_it(view, log, max(lines)):
+            finding.severity, finding.role = "info", "context"
+            finding.numbers["survived_steps"] = len(steps)
+
+
+def _ends_it(view: View, log: int, line: int) -> bool:
+    """Whether the run was started anew after `line`: then progress after it belongs to the next attempt."""
+    restarts = [i for i in view.of("agent-restart", "agent-failed", "torchrun-root", "srun-task", "slurm-preempted")
+                if i.place.log == log and i.line >= line]
+    return bool(restarts) and restarts[0].line - line < 400
+
+
+def promote(view: View) -> list[Finding]:
+    """When only the victims speak: the best guess that their lines allow, said with little confidence."""
+    items = [i for i in view.items if i.rule.role == "victim" and not i.event.quoted
+             and i.rule.cause not in ("unexplained_end", "hang_undetermined", "hang_silent")
+             and SEVERITY_ORDER[i.rule.severity] >= SEVERITY_ORDER["warning"]]
+    items = [i for i in items if len({p.step for n, p in view.progress
+                                      if n == i.place.log and p.line > i.line}) < SURVIVED_STEPS]
+    if not items:
+        return []
+    best = max(items, key=lambda i: (i.rule.sure, -i.line))
+    same = [i for i in items if i.rule.cause == best.rule.cause]
+    hosts = blamed(view, same)[1] if best.rule.id == "slurm-cancelled" else []
+    finding = Finding(cause=best.rule.cause or "unexplained_end", severity="error", confidence=best.rule.sure,
+                      summary=_sentence(best), where=Where(hosts=hosts, time=same[0].evidence().time),
+                      evidence=pick_evidence(same))
+    if finding.cause in SIGNALS.values():
+        attach_exits(view, finding)
+    return [finding]
+
+
+def _sentence(item: Item) -> str:
+    text = format_says(item.rule.says, dict(item.groups))
+    return text[:1].upper() + text[1:]
+
+
+def at_exit(view: View, found: list[Finding]) -> None:
+    """Trouble after the work was done and saved is trouble of the exit only."""
+    done = finished_at(view)
+    if done is None:
+        return
+    index = {log.path: number for number, log in enumerate(view.logs)}
+    serious = [f for f in found if SEVERITY_ORDER[f.severity] >= SEVERITY_ORDER["warning"]
+               and f.cause not in _NUMERIC and f.role != "context"]
+    late = []
+    for finding in serious:
+        first = finding.evidence[0] if finding.evidence else None
+        place = Place(index.get(first.path, -1), first.line or 0) if first is not None else None
+        if place is None or place.log != done.place.log or place.line < done.line:
+            return
+        late.append(finding)
+    if not late or any(f.cause not in AT_EXIT for f in late) or not saved_after(view, done.place):
+        return
+    lead = max(late, key=lambda f: f.confidence)
+    for finding in late:
+        if finding is not lead:
+            finding.severity, finding.role = "info", "context"
+    lead.numbers["seen_as"] = lead.cause
+    lead.cause, lead.severity, lead.confidence = "teardown_hang", "warning", max(0.75, lead.confidence)
+    lead.summary = f"The work was finished before this; only the exit failed: {lead.summary}"
+    lead.where = Where(time=lead.where.time)
+    lead.evidence = [done.evidence(), *lead.evidence][:6]
+
+
+def victims(view: View, found: list[Finding]) -> list[Finding]:
+    """The complaints of ranks that suffer from somebody else's failure, one finding per kind."""
+    groups: dict[str, list[Item]] = {}
+    used = {(e.path, e.line) for f in found for e in f.evidence}
+    for item in view.items:
+        if item.rule.role == "victim" and not item.event.quoted and item.rule.cause and \
+                (item.log.path, item.line) not in used:
+            groups.setdefault(item.rule.id, []).append(item)
+    result = []
+    for items in groups.values():
+        ranks = sorted({i.rank for i in items if i.rank is not None})
+        hosts = sorted({i.host for i in items if i.host is not None})
+        who = subject_of(ranks, hosts if len(hosts) < 4 else [])
+        result.append(Finding(
+            cause=items[0].rule.cause or "unexplained_end", role="victim", severity="info",
+            confidence=items[0].rule.sure, summary=f"{who}: {_sentence(items[0])}" if who else _sentence(items[0]),
+            where=Where(ranks=ranks, hosts=hosts), evidence=pick_evidence(items)[:3], numbers={"lines": len(items)}))
+    return result
+

@@ -1,0 +1,57 @@
+"""Whose line was it? Ranks for lines that carry no mark, found by elimination or from their neighbours."""
+
+from __future__ import annotations
+
+import re
+
+from diag.logs.view import Item, Place, View
+
+#: Evidence that other ranks wait for, or complain about, a peer.
+WAITING = ("watchdog-timeout", "watchdog-down", "gloo-timeout", "gloo-peer-gone", "nccl-remote-gone", "still-waiting",
+           "store-broken", "unique-id-timeout", "desync-report", "monitored-barrier", "agent-lost-store")
+#: A line without a mark may continue what a marked line this little above it began.
+NEIGHBOUR_LINES = 3
+
+
+def neighbour(view: View, item: Item) -> Item | None:
+    """The nearest line just above that names a rank which is not merely waiting."""
+    waiting = {i.rank for i in view.of(*WAITING)}
+    for other in reversed(view.items):
+        if other.place.log == item.place.log and 0 < item.line - other.line <= NEIGHBOUR_LINES and \
+                other.rank is not None and other.rank not in waiting and other.rule.role in ("fact", "initiating"):
+            return other
+    return None
+
+
+def culprit_by_elimination(view: View, place: Place) -> set[int]:
+    """The rank of an exception printed without a mark: the launcher's block, the pid's place among its siblings,
+    the device that is behind, or the only rank that does not complain."""
+    codes = {block.rank for index, block in view.blocks if block.code in (1, 2) and index == place.log}
+    if len(codes) == 1:
+        return codes
+    failed = {(i.groups["local"], i.groups["code"]) for i in view.of("agent-failed") if i.groups["code"] == "1"}
+    if len(failed) == 1:
+        rank = view.identity.rank_from_local(int(failed.pop()[0]), None)
+        if rank is not None:
+            return {rank}
+    behind = device_behind(view)
+    if behind is not None and view.identity.one_host():
+        return {behind}
+    waiting = {i.rank for i in view.of(*WAITING) if i.rank is not None}
+    if view.world and len(waiting) == view.world - 1:
+        return set(range(view.world)) - waiting
+    return set()
+
+
+def device_behind(view: View) -> int | None:
+    """The one CUDA device whose progress lines stop a step before all the others'."""
+    last: dict[int, int] = {}
+    for _, item in view.progress:
+        found = re.search(r"cuda:(\d+)", item.text)
+        if found:
+            last[int(found[1])] = item.step
+    if len(last) < 3:
+        return None
+    top = max(last.values())
+    behind = [device for device, step in last.items() if step < top]
+    return behind[0] if len(behind) == 1 else None

@@ -1,0 +1,152 @@
+"""Python exceptions: which are the fault, which only report somebody else's, and what an unknown one means.
+
+Tie rules (public meaning of the causes): others wait or complain because of it -> `peer_exception`; a known pattern
+of a mistake in a program -> `code_error`; else `exception_unknown`. When both hold, `exception_unknown` is said,
+because the log does not tell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from diag.artefacts.log_rare import shape
+from diag.artefacts.traceback import user_frame
+from diag.logs.culprit import WAITING, culprit_by_elimination
+from diag.logs.known import GENERIC, is_everybody, subject_of
+from diag.logs.view import Item, Place, Raised, View
+from diag.schema import Evidence, Finding, Where
+
+#: Exceptions that only tell what happened to another process.
+REPORTERS = {"ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException",
+             "SignalException", "KeyboardInterrupt", "SystemExit", "GeneratorExit", "DistBackendError",
+             "DistNetworkError", "DistStoreError", "BrokenPipeError", "ConnectionResetError", "ConnectionAbortedError",
+             "ConnectionRefusedError", "RayActorError", "ActorDiedError", "WorkerCrashedError", "RayTaskError",
+             "RendezvousConnectionError", "RendezvousTimeoutError", "RendezvousClosedError", "CancelledError"}
+#: Lines after the end of a traceback that still belong to its message.
+REACH = 3
+
+
+@dataclass
+class Group:
+    """The same exception, wherever it was raised."""
+
+    raised: list[Raised] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
+    ranks: set[int] = field(default_factory=set)
+
+
+def claims(view: View) -> tuple[dict[int, list[Item]], list[Raised], list[Raised]]:
+    """Which known lines stand in which traceback; the tracebacks nobody claims; those that only report others."""
+    claimed: dict[int, list[Item]] = {}
+    free: list[Raised] = []
+    reporters: list[Raised] = []
+    ignored = [(i.place.log, i.line) for i in view.of("ignored-exception")]
+    for number, raised in enumerate(view.raised):
+        spans = _spans(raised)
+        inside = [item for item in view.items if item.place.log == raised.place.log and not item.event.quoted
+                  and any(low <= item.line <= high for low, high in spans)]
+        known = [i for i in inside if i.rule.role == "initiating" and i.rule.id not in GENERIC]
+        victims = [i for i in inside if i.rule.role == "victim" and i.rule.id not in ("launcher-wrappers",)]
+        if any(log == raised.place.log and 0 < raised.traceback.line - line < 60 for log, line in ignored):
+            reporters.append(raised)
+        elif known:
+            claimed[number] = known
+        elif victims or raised.short in REPORTERS:
+            reporters.append(raised)
+        else:
+            free.append(raised)
+    return claimed, free, reporters
+
+
+def _spans(raised: Raised) -> list[tuple[int, int]]:
+    spans, tb = [], raised.traceback
+    while tb is not None:
+        spans.append((tb.line, tb.end_line + REACH if tb.cause is None else tb.end_line))
+        tb = tb.cause  # type: ignore[assignment]
+    return spans
+
+
+def exception_findings(view: View) -> list[Finding]:
+    """One finding per distinct exception that no known cause claims, the earliest first."""
+    _, free, _ = claims(view)
+    groups: dict[tuple[str, str], Group] = {}
+    for raised in free:
+        origin = raised.traceback.origin
+        key = (origin.type, shape(origin.message.split("\n")[0])[:160])
+        groups.setdefault(key, Group()).raised.append(raised)
+    for item in _bare(view):
+        key = (item.groups["type"], shape(item.groups.get("message", ""))[:160])
+        groups.setdefault(key, Group()).items.append(item)
+    found = [_finding(view, group) for group in groups.values()]
+    return [finding for finding in found if finding is not None]
+
+
+def _bare(view: View) -> list[Item]:
+    """Exception lines outside any traceback that no other rule matches: printed alone by a handler."""
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for raised in view.raised:
+        spans.setdefault(raised.place.log, []).extend(_spans(raised))
+    taken = {(i.place.log, i.line) for i in view.items
+             if i.rule.role in ("initiating", "victim", "noise", "context") and i.rule.id not in GENERIC}
+    result = []
+    for item in view.of("python-exception"):
+        inside = any(low - 1 <= item.line <= high for low, high in spans.get(item.place.log, ()))
+        name = item.groups["type"].rsplit(".", 1)[-1]
+        if inside or (item.place.log, item.line) in taken or name in REPORTERS or name.endswith("Warning"):
+            continue
+        result.append(item)
+    return result
+
+
+def _finding(view: View, group: Group) -> Finding | None:
+    places = [r.place for r in group.raised] + [i.place for i in group.items]
+    ranks = {r.rank for r in group.raised if r.rank is not None} | {i.rank for i in group.items if i.rank is not None}
+    everybody = is_everybody(view, ranks) or (not ranks and len(places) >= max(3, (view.world or 4) // 2))
+    if not ranks and not everybody:
+        ranks = culprit_by_elimination(view, places[0])
+    named = [] if everybody else sorted(ranks)
+    lead = group.raised[0] if group.raised else None
+    origin = lead.traceback.origin if lead else None
+    kind = origin.type if origin else group.items[0].groups["type"]
+    message = (origin.message if origin else group.items[0].groups.get("message", "")).split("\n")[0][:300]
+    frame = user_frame(origin) if origin else None
+    waiting = others_wait(view, places[0], ranks)
+    buggy = any(i.rule.id in GENERIC and i.rule.cause == "code_error" and _inside(i, group) for i in view.items)
+    if waiting and not everybody and not buggy:
+        cause, sure = "peer_exception", 0.85
+    elif buggy and not waiting:
+        cause, sure = "code_error", 0.8
+    else:
+        cause, sure = "exception_unknown", 0.78
+    if lead is None:
+        sure -= 0.25
+    hosts = sorted({h for h in [*(r.host for r in group.raised), *(view.identity.host_of.get(n) for n in named)] if h})
+    subject = subject_of(named, hosts)
+    at = f" at {frame.file}:{frame.line}" if frame else ""
+    summary = f"{subject or 'A rank' if not everybody else 'Every rank'} raised {kind}: {message}{at}"
+    proof: list[Evidence] = [r.evidence() for r in group.raised[:4]] + [i.evidence() for i in group.items[:2]]
+    numbers: dict[str, object] = {"exception": kind, "message": message, "times": len(places)}
+    if lead and lead.traceback.cause is not None:
+        numbers["led_to"] = lead.traceback.type
+        proof.insert(0, Evidence(path=lead.log.path, line=origin.line, offset=origin.offset, text=origin.text[:600],
+                                 rank=lead.rank))
+    return Finding(cause=cause, summary=summary, severity="fatal", confidence=sure,
+                   where=Where(ranks=named, hosts=hosts, file=frame.file if frame else None,
+                               line=frame.line if frame else None, time=proof[0].time),
+                   evidence=proof[:5], numbers=numbers)
+
+
+def _inside(item: Item, group: Group) -> bool:
+    return any(item.place.log == r.place.log and any(low <= item.line <= high for low, high in _spans(r))
+               for r in group.raised) or any(item.place.log == i.place.log and item.line == i.line
+                                             for i in group.items)
+
+
+def others_wait(view: View, place: Place, ranks: set[int]) -> bool:
+    """Whether some other rank waits or complains, not before `place`."""
+    for item in view.of(*WAITING):
+        if item.rank is not None and item.rank in ranks:
+            continue
+        if item.place.before(place) is not True:
+            return True
+    return False

@@ -1,0 +1,99 @@
+"""Which kind of GPU out-of-memory it was, from the allocator's own sentence and the frame it was raised in.
+
+The sentence (CUDACachingAllocator.cpp) changed over the years; the numbers read here exist in all its forms: request,
+total, free, in use by this process, allocated, reserved (or "reserved but unallocated"). Its advice about
+fragmentation is boilerplate and counts only when the reserved-but-unallocated memory exceeds the request.
+"""
+
+from __future__ import annotations
+
+import re
+
+from diag.logs.known import subject_of
+from diag.logs.view import Item, View
+from diag.schema import Finding
+
+_SIZE = r"([\d.]+) ?([KMGT]?i?B|bytes)"
+_UNITS = {"B": 1, "bytes": 1, "KiB": 2**10, "KB": 2**10, "MiB": 2**20, "MB": 2**20, "GiB": 2**30, "GB": 2**30,
+          "TiB": 2**40, "TB": 2**40}
+_FIELDS = {
+    "request": rf"Tried to allocate {_SIZE}",
+    "total": rf"(?:total capacity of {_SIZE}|{_SIZE} total capacity)",
+    "free": rf"(?:of which {_SIZE} is free|{_SIZE} free)",
+    "process": rf"this process has {_SIZE} memory in use",
+    "allocated": rf"(?:memory {_SIZE} is allocated by PyTorch|{_SIZE} already allocated)",
+    "idle": rf"{_SIZE} is reserved by PyTorch but unallocated",
+    "reserved": rf"{_SIZE} reserved in total",
+}
+_OTHER = re.compile(rf"[Pp]rocess \d+ has {_SIZE} memory in use")
+#: Another process that holds this share of the GPU is the reason, not a by-stander.
+SHARED = 0.15
+_OPTIMIZER = re.compile(r"optim|adam|lamb|sgd|exp_avg|_init_group|state\[|master|fp32_groups|initialize_optimizer_states",
+                        re.I)
+
+
+def numbers_of(text: str) -> dict[str, float]:
+    """The sizes, in bytes, that an out-of-memory sentence states."""
+    found = {}
+    for name, pattern in _FIELDS.items():
+        if m := re.search(pattern, text):
+            groups = [g for g in m.groups() if g is not None]
+            found[name] = float(groups[0]) * _UNITS.get(groups[1], 1)
+    others = [float(a) * _UNITS.get(b, 1) for a, b in _OTHER.findall(text)]
+    if others:
+        found["others"] = sum(others)
+    return found
+
+
+def refine_cuda_oom(view: View, finding: Finding, items: list[Item]) -> Finding:
+    """The kind of out-of-memory that `items` describe: fragmentation, optimizer states, another process, or plain."""
+    first = items[0]
+    sentence = max((i.event.text for i in items[:8]), key=lambda text: len(numbers_of(text)))
+    size = numbers_of(sentence)
+    finding.numbers |= {f"{name}_bytes": int(value) for name, value in size.items()}
+    frames = _frames(view, first)
+    idle = size.get("idle")
+    if idle is None and "reserved" in size and "allocated" in size:
+        idle = size["reserved"] - size["allocated"]
+    cause, why = "cuda_oom", ""
+    total, free = size.get("total"), size.get("free", 0.0)
+    elsewhere = None
+    if total and "process" in size:
+        elsewhere = total - free - size["process"]
+    elif total and "reserved" in size:
+        elsewhere = total - free - size["reserved"]
+    if size.get("others", 0) > SHARED * (total or 1e18) or (elsewhere is not None and total and
+                                                           elsewhere > 3 * SHARED * total):
+        cause, why = "cuda_oom_shared_gpu", "another process holds much of the same GPU"
+    elif idle is not None and "request" in size and idle > size["request"]:
+        cause, why = "cuda_oom_fragmentation", "reserved but unallocated memory exceeds the request"
+    elif frames and any(_OPTIMIZER.search(f"{f.file}:{f.function} {f.code}") for f in frames[-3:]):
+        cause, why = "cuda_oom_optimizer", "while the optimizer states were created"
+    elif not size and _before_any_model(view, first):
+        cause, why = "cuda_oom_shared_gpu", "before this run had put anything on the GPU"
+    finding.cause = cause
+    if why:
+        finding.summary += f"; {why}"
+        finding.confidence = min(finding.confidence, 0.85)
+    who = subject_of(finding.where.ranks, [])
+    if who and who not in finding.summary:
+        finding.summary = f"{who}: {finding.summary}"
+    return finding
+
+
+def _frames(view: View, item: Item) -> list:  # type: ignore[type-arg]
+    for raised in view.raised:
+        tb = raised.traceback
+        if raised.place.log == item.place.log and tb.line - 1 <= item.line <= tb.end_line + 2:
+            return tb.origin.frames
+    return []
+
+
+def _before_any_model(view: View, item: Item) -> bool:
+    """"CUDA error: out of memory" at the first touch of the GPU: a barrier, set_device, the CUDA context."""
+    if "CUDA error: out of memory" not in item.event.text or view.progress:
+        return False
+    frames = _frames(view, item)
+    words = " ".join(f"{f.function} {f.code}" for f in frames[-4:])
+    return bool(re.search(r"barrier|set_device|init_process_group|_lazy_init|manual_seed|\.to\(|\.cuda\(|empty_cache",
+                          words)) and "forward" not in words
