@@ -1,7 +1,7 @@
 """The wait-for graph over all groups, and what its ends say.
 
 Ranks point at the items that they wait in, items at the ranks that have not come. Following the arrows ends either at
-a rank that waits for nobody (it is the one), at an item to which everybody came (it should finish, and does not: its
+a rank that waits for nobody (it is the one), at an item to which everybody came and that nothing earlier holds up (its
 members disagree, or network, GPU or library), or in a circle (groups entered in different orders, or a send and a
 receive that do not match).
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from diag.hang import frontier, graph, order, pairing
 from diag.hang.frontier import Item
@@ -57,28 +58,22 @@ class _Analysis:
     def __init__(self, job: Job, items: list[Item]) -> None:
         self.job = job
         self.items = items
-        self.hard = {id(item) for item in items if item.awaited}
         self.edges: dict[Hashable, list[Hashable]] = {}
         for item in items:
             self.edges[item] = list(item.awaited)
             for rank in item.waiting:
                 self.edges.setdefault(rank, []).append(item)
-        for item in items:
-            if not item.awaited:
-                self.edges[item] = list(self._held_up_before(item))
+        for rank in sorted({rank for item in items for rank in item.waiting}):
+            self._hold_up(rank)
 
-    def _held_up_before(self, item: Item) -> list[int]:
-        """Members of a complete item that wait, earlier in their own order, for somebody who has not come."""
-        found = []
-        for rank in item.waiting:
-            here = item.record(rank)
-            for other in self.edges.get(rank, ()):
-                if isinstance(other, Item) and id(other) in self.hard and here is not None:
-                    there = other.record(rank)
-                    if there is not None and there < here:
-                        found.append(rank)
-                        break
-        return found
+    def _hold_up(self, rank: int) -> None:
+        """A call that all have issued, yet does not complete, is held up by the call that a member issued before."""
+        placed = [(record, item.seq, item) for item in self.items if rank in item.waiting
+                  if (record := item.record(rank)) is not None]
+        placed.sort(key=lambda row: row[:2])
+        for (_, _, before), (_, _, after) in pairwise(placed):
+            if not after.awaited and before is not after:
+                self.edges[after].append(before)
 
     def verdicts(self) -> list[Verdict]:
         """All that can be said, the most certain kind first."""
@@ -90,7 +85,6 @@ class _Analysis:
         single = [part[0] for part in ends if len(part) == 1]
         complete = [node for node in single if isinstance(node, Item)]
         ranks = {node for node in single if isinstance(node, int)}
-        found += self._crossed(complete)
         certain = bool(found)
         found += [v for v in self._idle(ranks) if not set(v.ranks) <= blamed]
         if not found:
@@ -133,27 +127,15 @@ class _Analysis:
 
     def _cycle(self, part: list[Hashable]) -> Verdict | None:
         items = sorted((node for node in part if isinstance(node, Item)), key=_age)
-        ranks = {node for node in part if isinstance(node, int)}
-        if not items or not ranks:
-            return None
+        ranks = {node for node in part if isinstance(node, int)} | {rank for item in items for rank in item.waiting}
         halves = [item for item in items if item.what != "collective" and item.missing]
         if halves:
-            guilty = tuple(sorted({rank for item in halves for rank in item.missing}))
+            guilty = pairing.who_went_on(self.job, halves, items)
             return Verdict("p2p_unmatched", guilty, halves[0], 0.85 if len(guilty) == 1 else 0.6, items=tuple(items))
         told = order.against_the_order(self.job, items, ranks)
         if told is None:
             return Verdict("group_order_deadlock", (), items[0], 0.6, items=tuple(items))
         return Verdict("group_order_deadlock", told[0], items[0], 0.9, told[1], items=tuple(items))
-
-    def _crossed(self, complete: list[Item]) -> list[Verdict]:
-        """Calls that all issued, in different orders: each rank's device works on another one."""
-        collective = [item for item in complete if item.what == "collective" and item.disagreement is None]
-        for one, two, shared in order.conflicts(collective):
-            told = order.against_the_order(self.job, [one, two], shared)
-            if told is None:
-                return [Verdict("group_order_deadlock", (), one, 0.6, variant="issued", items=(one, two))]
-            return [Verdict("group_order_deadlock", told[0], one, 0.8, told[1], variant="issued", items=(one, two))]
-        return []
 
     # -- ranks that wait for nobody --------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ def against_the_order(job: Job, items: list[Item], suspects: set[int]) -> tuple[
     guilty: set[int] = set()
     reasons = []
     for one, two in combinations(items, 2):
-        if one.group is two.group:
+        if one.group is two.group or (one.what != "collective" and two.what != "collective"):
             continue
         orders = _orders(job, one, two)
         camps = Counter(orders.values())
@@ -41,24 +41,6 @@ def against_the_order(job: Job, items: list[Item], suspects: set[int]) -> tuple[
     return (tuple(sorted(guilty)), "; ".join(reasons)) if guilty else None
 
 
-def conflicts(items: list[Item]) -> list[tuple[Item, Item, set[int]]]:
-    """Pairs of calls that all members issued but in different orders, with the ranks in both."""
-    places: dict[int, list[tuple[int, int]]] = {}
-    for index, item in enumerate(items):
-        for rank in item.waiting:
-            record = item.record(rank)
-            if record is not None:
-                places.setdefault(rank, []).append((record, index))
-    ways: dict[tuple[int, int], dict[bool, set[int]]] = {}
-    for rank, rows in places.items():
-        rows.sort()
-        for (_, first), (_, second) in combinations(rows, 2):
-            pair = (min(first, second), max(first, second))
-            ways.setdefault(pair, {}).setdefault(first < second, set()).add(rank)
-    return [(items[a], items[b], set().union(*both.values())) for (a, b), both in sorted(ways.items())
-            if len(both) == 2 and items[a].group is not items[b].group]
-
-
 def _orders(job: Job, one: Item, two: Item) -> dict[int, Item]:
     """rank -> which of the two it issued first."""
     found: dict[int, Item] = {}
@@ -78,7 +60,9 @@ _LONG_AGO = -1.0
 
 
 def _place(job: Job, item: Item, rank: int) -> float | None:
-    """Where in its own order `rank` issued the item's call, or the same one in a sister group; None: not a member."""
+    """Where in its own order `rank` issued the item's call, or the same one in a sister group; None: no telling."""
+    if item.what != "collective":
+        return _place_of_half(job, item, rank)
     member = _member(job, item.group, rank)
     if member is None or member.issued is None:
         return None
@@ -86,6 +70,16 @@ def _place(job: Job, item: Item, rank: int) -> float | None:
         return _NEVER
     calls = member.calls(item.seq)
     return min((entry.record for entry in calls), default=_LONG_AGO)
+
+
+def _place_of_half(job: Job, item: Item, rank: int) -> float | None:
+    if rank in item.calls:
+        return item.record(rank)
+    member = _member(job, item.group, rank)
+    if member is None or member.log is None or rank in item.group.ranks:
+        return None
+    halves = {(call.op.name, call.seq) for calls in item.calls.values() for call in calls}
+    return next((float(e.record) for e in member.log.entries if e.p2p and (e.op.name, e.seq) in halves), None)
 
 
 def _member(job: Job, group: Group, rank: int) -> Member | None:

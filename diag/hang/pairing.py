@@ -11,7 +11,7 @@ from __future__ import annotations
 from diag.artefacts.fr_dump import Entry
 from diag.hang import ops, sizes
 from diag.hang.frontier import Item
-from diag.hang.groups import Group, Job, Member
+from diag.hang.groups import MEANINGLESS, Group, Job, Member
 
 
 def items(job: Job) -> list[Item]:
@@ -100,3 +100,33 @@ def _unequal(group: Group, source: int, target: int, sides: dict[int, list[Entry
         odd = tuple(rank for rank, size in ((source, out), (target, into)) if size != usual)
         odd = odd if len(odd) == 1 else ()
     return sizes.Disagreement("size", odd, 1, f"rank {source} sends {out:,} elements, rank {target} expects {into:,}")
+
+
+def who_went_on(job: Job, halves: list[Item], circle: list[Item]) -> tuple[int, ...]:
+    """Of a circle with unmatched halves: the ranks that did not post theirs and went on to something else.
+
+    A rank that could not post yet, because it is held up further up the pipeline, is no culprit. The culprit waits,
+    in its turn, for the very rank that it left waiting. Where that holds for both (two neighbours wait on each other),
+    the one whose p2p count is behind that of the same place in sister groups left one out.
+    """
+    pairs = [(item.waiting[0], rank) for item in halves for rank in item.missing]
+    awaited = {rank: {other for item in circle if rank in item.waiting for other in item.awaited}
+               for _, rank in pairs}
+    guilty = {rank for left, rank in pairs if left in awaited[rank]} or {rank for _, rank in pairs}
+    if len(guilty) > 1:
+        guilty = {rank for rank in guilty if _is_short(job, rank)} or guilty
+    return tuple(sorted(guilty))
+
+
+def _is_short(job: Job, rank: int) -> bool:
+    """True when `rank` waits in a p2p call whose number is below that of the same call in most sister groups."""
+    for group in job.groups:
+        member = group.by_rank.get(rank)
+        if member is None or not member.p2p or group.desc in MEANINGLESS:
+            continue
+        entry = member.p2p[0]
+        numbers = [other.seq for sister in job.groups if sister is not group and sister.desc == group.desc
+                   for them in sister.by_rank.values() for other in them.p2p[:1] if other.op.name == entry.op.name]
+        if sum(number > entry.seq for number in numbers) * 2 > len(numbers):
+            return True
+    return False

@@ -46,12 +46,18 @@ def disagreement(
     """How the members (rank -> its entries with one sequence number) disagree, None when they do not.
 
     `members` is how many the group has. `sisters` are calls with the same number in groups of the same description,
-    `usual` counts the sizes seen before for this operation; both only break ties.
+    `usual` counts the sizes seen before for this operation; both only break ties, as does the line that calls.
     """
     if len(calls) < 2:
         return None
+    found = _first(calls, members, exact, sisters or {}, usual or {})
+    return found if found is None or found.odd else _by_call_site(calls, sisters or {}, found)
+
+
+def _first(calls: Calls, members: int, exact: bool, sisters: Calls, usual: Mapping[Hashable, int]
+           ) -> Disagreement | None:
     named = operations(calls, exact=exact)
-    wrong = split(named, others=_counted(operations(sisters or {}, exact=exact)))
+    wrong = split(named, others=_counted(operations(sisters, exact=exact)))
     if wrong is not None:
         return Disagreement("operation", wrong.odd, wrong.votes)
     positions = {len(entries) for entries in calls.values()}
@@ -59,8 +65,8 @@ def disagreement(
         return None
     for place in range(positions.pop()):
         here = {rank: entries[place] for rank, entries in calls.items()}
-        there = {rank: entries[place] for rank, entries in (sisters or {}).items() if len(entries) > place}
-        found = _dtypes(here, there) or _sizes(here, there, members, usual or {})
+        there = {rank: entries[place] for rank, entries in sisters.items() if len(entries) > place}
+        found = _dtypes(here, there) or _sizes(here, there, members, usual)
         if found is not None:
             return found
     return None
@@ -106,6 +112,19 @@ def _sizes(here: Mapping[int, Entry], there: Mapping[int, Entry], members: int,
     if not wrong.decided:
         wrong = _by_habit(keys, usual) or wrong
     return Disagreement("size", wrong.odd, wrong.votes)
+
+
+def _by_call_site(calls: Calls, sisters: Calls, found: Disagreement) -> Disagreement:
+    """Who calls from another line of the program than most; only asked when there is a disagreement already."""
+    def sites(of: Calls) -> dict[int, Hashable]:
+        return {rank: entries[0].site for rank, entries in of.items() if entries[0].site}
+
+    here = sites(calls)
+    odd = split(here, others=_counted(sites(sisters))) if len(here) == len(calls) else None
+    if odd is None or not odd.decided:
+        return found
+    note = f"{found.note}; " if found.note else ""
+    return Disagreement(found.what, odd.odd, odd.votes, f"{note}the call comes from another line than the others'")
 
 
 def _adds_up(kind: str, keys: Mapping[int, tuple[int, ...]], whole: bool) -> bool:

@@ -131,7 +131,7 @@ def _p2p(verdict: Verdict, outcome: Outcome) -> str:
 
 
 def _order(verdict: Verdict, outcome: Outcome) -> str:
-    labels = list(dict.fromkeys(item.group.label for item in verdict.items if item.what == "collective"))
+    labels = list(dict.fromkeys(item.group.label for item in verdict.items))
     groups = " and ".join(labels[:3]) if len(labels) > 1 else f"two groups called {labels[0]}"
     if verdict.ranks:
         return (f"{ranks_text(verdict.ranks, capital=True)} entered {groups} in the opposite order, so that ranks wait "
