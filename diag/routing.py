@@ -23,6 +23,10 @@ from diag.artefacts.run_config import RunConfig
 #: Excess of Gini over the sampling floor. Field reports: 0.25 with distinct expert seeds, 0.6 with one seed for all.
 GINI_WARN = 0.3
 GINI_ALARM = 0.4
+#: A sustained excess is dated back to where it rose above this, because a threshold is crossed after the trouble began;
+#: but not by more steps than that: an unevenness that was always there is no onset.
+GINI_RISING = 0.15
+RISING_STEPS = 50
 #: (max - mean)/mean above the floor: one expert with more than four times its share (loss-free balancing reports 0.04,
 #: auxiliary loss 0.5 to 0.7 over a global batch: arXiv 2408.15664).
 MAX_VIO_WARN = 3.0
@@ -169,8 +173,9 @@ def _judge_layer(
         return None
     settled = [item.window.last_step > warm_up and not item.tokens_per_expert < LEAST_TOKENS_PER_EXPERT
                for item in judged]
-    alarm = stretch([item.excess > GINI_ALARM for item in judged], judged, settled)
-    warn = stretch([item.excess > GINI_WARN or item.one_hot for item in judged], judged, settled)
+    rising = [item.excess > GINI_RISING for item in judged]
+    alarm = stretch([item.excess > GINI_ALARM for item in judged], judged, settled, rising)
+    warn = stretch([item.excess > GINI_WARN or item.one_hot for item in judged], judged, settled, rising)
     dead = _dead(base, experts) if any(settled) else ()
     state, decisive = _state(judged, alarm, warn, dead)
     if not any(settled):
@@ -210,8 +215,13 @@ def merge(base: Iterable[RouterWindow], tokens_per_expert: float, boundary: int)
     return merged
 
 
-def stretch(beyond: Sequence[bool], judged: Sequence[Judged], settled: Sequence[bool]) -> Stretch | None:
-    """The last sustained run of windows that are `beyond`. Only its part after warm-up counts towards its length."""
+def stretch(
+    beyond: Sequence[bool], judged: Sequence[Judged], settled: Sequence[bool], rising: Sequence[bool] = ()
+) -> Stretch | None:
+    """The last sustained run of windows that are `beyond`, begun with the windows before it that are `rising`.
+
+    Only windows after warm-up, and `beyond`, count towards its length.
+    """
     found: Stretch | None = None
     first = 0
     while first < len(beyond):
@@ -223,9 +233,18 @@ def stretch(beyond: Sequence[bool], judged: Sequence[Judged], settled: Sequence[
             last += 1
         counted = [judged[i].window for i in range(first, last + 1) if settled[i]]
         if counted and _sustained(counted, judged, settled):
-            found = Stretch(first, last, ongoing=last == len(beyond) - 1)
+            found = Stretch(_dated_back(first, judged, rising), last, ongoing=last == len(beyond) - 1)
         first = last + 1
     return found
+
+
+def _dated_back(first: int, judged: Sequence[Judged], rising: Sequence[bool]) -> int:
+    crossed, begin = judged[first].window.first_step, first
+    while begin and rising and rising[begin - 1]:
+        if crossed - judged[begin - 1].window.first_step > RISING_STEPS:
+            return first  # it was there all along
+        begin -= 1
+    return begin
 
 
 def _sustained(part: Sequence[RouterWindow], judged: Sequence[Judged], settled: Sequence[bool]) -> bool:

@@ -126,7 +126,7 @@ def _well(layers: list[Layer], dropping: list[Layer]) -> Iterator[Finding]:
 
 
 def _evidence(sick: Sequence[Layer], log: MetricsLog, *, drops: bool = False) -> list[Evidence]:
-    """The onset and the last line of the worst layers."""
+    """The onsets and the last lines of the worst layers, in the order of the file."""
     found = []
     for layer in sick[:3]:
         decisive = layer.drop_stretch if drops else layer.stretch
@@ -144,7 +144,7 @@ def _evidence(sick: Sequence[Layer], log: MetricsLog, *, drops: bool = False) ->
             else:
                 text = f"{step}: router/{layer.layer}/gini = {item.gini:.3f}, gini_floor = {item.gini_floor:.3f}"
             found.append(Evidence(path=log.path, line=window.first_line, text=text))
-    return found
+    return sorted(found, key=lambda item: item.line or 0)
 
 
 def _layers(layers: Sequence[Layer], word: str = "layer") -> str:

@@ -27,6 +27,7 @@ def test_every_cause_has_exactly_one_playbook() -> None:
     claims = Counter(cause for page in PAGES.values() for cause in page.causes)
     assert {cause: claims[cause] for cause in CAUSES if claims[cause] != 1} == {}
     assert set(claims) <= set(CAUSES)
+    assert all(cause in for_cause(cause).causes for cause in CAUSES)  # the quick look-up agrees with the YAML
     assert len(PAGES) >= 30
 
 

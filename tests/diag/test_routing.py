@@ -59,6 +59,14 @@ def test_collapse_is_found_with_its_onset(tmp_path: Path, tokens: int, slack: in
     assert abs(onset.window.first_step - 200) <= slack
 
 
+def test_a_slow_rise_is_dated_to_its_beginning_and_an_old_unevenness_is_not(tmp_path: Path) -> None:
+    ramp = one_layer(tmp_path, 400, lambda s: [min(max(s - 100, 0) / 60, 1) * x for x in SLOPE])
+    assert 115 <= ramp.onset().window.first_step <= 135  # Gini passes 0.3 only at about 150
+    mild = [0.45 * x for x in SLOPE]
+    step = one_layer(tmp_path, 400, lambda s: HOT if s >= 200 else mild)
+    assert step.state == "collapsed" and step.onset().window.first_step == 200
+
+
 def test_imbalance_is_not_a_collapse(tmp_path: Path) -> None:
     layer = one_layer(tmp_path, 400, lambda s: SLOPE if s >= 100 else None)
     assert layer.state == "imbalanced" and layer.onset().window.first_step == 100

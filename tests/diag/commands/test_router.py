@@ -16,12 +16,15 @@ HOT = [6.0, 3.0, 0, 0, 0, 0, 0, 0]
 SLOPE = np.linspace(0, 3.0, 8).tolist()
 
 
-def run_dir(path: Path, push=lambda s: None, *, steps: int = 300, drop: float | None = None, **settings) -> Path:
+def run_dir(path: Path, push=lambda s: None, *, steps: int = 300, drop=None, **settings) -> Path:
     path.mkdir()
     rng = np.random.default_rng(1)
-    values = {} if drop is None else {"drop_rate": drop}
     counts = (route(8, 2, 512, rng, push(s)) for s in range(1, steps + 1))
-    write(path / "metrics.jsonl", records(range(1, steps + 1), counts, **values))
+    rows = list(records(range(1, steps + 1), counts))
+    for row in rows:
+        if drop is not None:
+            row["router/1/drop_rate"] = drop(row["step"])
+    write(path / "metrics.jsonl", iter(rows))
     (path / "config.toml").write_text(config(**settings))
     return path
 
@@ -65,14 +68,17 @@ def test_without_a_configuration_no_suspect_is_accused(tmp_path: Path) -> None:
 
 
 def test_imbalance_explains_the_drops_it_causes(tmp_path: Path) -> None:
-    path = run_dir(tmp_path / "run", lambda s: SLOPE if s >= 100 else None, drop=0.2, capacity=1.25)
+    def slope(step: int):  # the load tilts slowly, and drops begin before the imbalance passes its threshold
+        return [min(max(step - 100, 0) / 50, 1) * x for x in SLOPE]
+
+    path = run_dir(tmp_path / "run", slope, drop=lambda s: 0.2 if s > 125 else 0.0, capacity=1.25)
     report = pdtrain("diag", "router", path, "--json").json()
     assert root(report)["cause"] == "moe_expert_imbalance" and root(report)["explains"] == [1]
     assert [(f["cause"], f["role"]) for f in report["findings"][1:2]] == [("moe_token_drop", "victim")]
 
 
 def test_drops_alone_are_a_root(tmp_path: Path) -> None:
-    path = run_dir(tmp_path / "run", drop=0.2, capacity=1.0)
+    path = run_dir(tmp_path / "run", drop=lambda s: 0.2, capacity=1.0)
     found = root(pdtrain("diag", "router", path, "--json").json())
     assert (found["cause"], found["severity"]) == ("moe_token_drop", "error")
     assert "capacity factor 1.0" in found["summary"]
