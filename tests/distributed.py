@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
+_CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
 
 
 def run_distributed(
@@ -58,7 +58,7 @@ def run_distributed(
     failed = {rank: value for rank, (ok, value) in answers.items() if not ok}
     assert not failed, "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(failed.items()))
     assert len(answers) == world, f"no answer within {timeout} s from ranks {sorted(set(range(world)) - set(answers))}"
-    return [pickle.loads(answers[rank][1]) for rank in range(world)]  # noqa: S301 - our own children
+    return [pickle.loads(answers[rank][1]) for rank in range(world)]  # noqa: S301 - our own children wrote it
 
 
 def _child(function, rank, world, store, timeout, results, args) -> None:  # type: ignore[no-untyped-def]
@@ -74,7 +74,7 @@ def _child(function, rank, world, store, timeout, results, args) -> None:  # typ
         value = function(rank, *args)
         dist.barrier()
         dist.destroy_process_group()
-        results.put((rank, True, pickle.dumps(value)))  # plain bytes: shared-memory tensors die with the process
+        results.put((rank, True, pickle.dumps(value)))  # bytes: shared-memory tensors would die with the process
     except BaseException:
         results.put((rank, False, traceback.format_exc()))
     # FSDP on Gloo sometimes aborts in static destructors; a test's answer is already in the queue

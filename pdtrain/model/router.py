@@ -22,7 +22,7 @@ class Routing:
 
 
 class RouterStatistics:
-    """Sums over the micro-batches of one step, kept on the device; read and reset by the trainer at its intervals."""
+    """Sums since the last `take`, kept on the device; the trainer reads and resets them at its intervals."""
 
     #: names of the scalar sums, in the order of `scalars`
     SCALARS = ("token_entropy", "aux_loss", "z_loss", "tokens", "assignments", "dropped", "micro_batches")
@@ -31,6 +31,7 @@ class RouterStatistics:
         self.experts = experts
         self.counts: Tensor | None = None
         self.scalars: Tensor | None = None
+        self._counted: Tensor | None = None  # counts at the end of the previous step
 
     @torch.no_grad()
     def add(self, counts: Tensor, **values: Tensor | float) -> None:
@@ -48,12 +49,20 @@ class RouterStatistics:
         if self.scalars is not None:
             self.scalars[self.SCALARS.index("dropped")] += dropped
 
+    def step_counts(self, device: torch.device) -> Tensor:
+        """Local counts [e] since this was called last: those of one step when it is called once per step."""
+        if self.counts is None:
+            return torch.zeros(self.experts, device=device)
+        counts = self.counts if self._counted is None else self.counts - self._counted
+        self._counted = self.counts.clone()
+        return counts.clone()
+
     def take(self, device: torch.device) -> Tensor:
         """Counts and scalars as one vector [e + len(SCALARS)] FP32, local to this rank; resets the sums."""
         if self.counts is None or self.scalars is None:
             return torch.zeros(self.experts + len(self.SCALARS), device=device)
         vector = torch.cat((self.counts, self.scalars))
-        self.counts = self.scalars = None
+        self.counts = self.scalars = self._counted = None
         return vector
 
 
@@ -123,7 +132,8 @@ class Router(nn.Module):
         if moe.groups > 1:
             grouped = scores.unflatten(1, (moe.groups, -1))
             best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
-            allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(moe.top_groups, dim=-1).indices, True)
+            kept = best.topk(moe.top_groups, dim=-1).indices
+            allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, kept, True)
             scores = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(1)
         return scores.topk(moe.top_k, dim=-1, sorted=False).indices
 

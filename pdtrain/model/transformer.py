@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -50,13 +52,17 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        for block in self.blocks:
+        for block in self.layers():
             x = block(x)
         return self.head(self.norm(x))
 
+    def layers(self) -> list[Block]:
+        """The blocks, in order."""
+        return cast(list[Block], list(self.blocks))
+
     def moe_layers(self) -> dict[int, MoeLayer]:
         """Layer index -> MoE layer, in order."""
-        return {i: block.moe for i, block in enumerate(self.blocks) if block.moe is not None}  # type: ignore[union-attr,misc]
+        return {index: block.moe for index, block in enumerate(self.layers()) if block.moe is not None}
 
 
 def row_of(name: str) -> str:

@@ -45,8 +45,8 @@ def learning_rate(settings: Optimizer, step: int, steps: int) -> float:
         return settings.lr * (step + 1) / settings.warmup_steps
     if settings.schedule == "constant":
         return settings.lr
-    progress = (step - settings.warmup_steps) / max(1, steps - 1 - settings.warmup_steps)
-    left = 0.5 * (1 + math.cos(math.pi * min(1.0, progress))) if settings.schedule == "cosine" else 1 - min(1.0, progress)
+    progress = min(1.0, (step - settings.warmup_steps) / max(1, steps - 1 - settings.warmup_steps))
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if settings.schedule == "cosine" else 1 - progress
     return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * left)
 
 

@@ -67,13 +67,13 @@ def _copies(parameter: Tensor, meshes: Meshes | None) -> int:
     if meshes is None:
         return 1
     if not isinstance(parameter, DTensor):
-        return meshes.layout.world
+        return meshes.layout.ranks
     mesh = parameter.device_mesh
     shards = 1
     for axis, placement in enumerate(parameter.placements):
         if not placement.is_replicate():  # plain and strided shards alike
             shards *= mesh.size(axis)
-    return meshes.layout.world // shards
+    return meshes.layout.ranks // shards
 
 
 @torch.no_grad()
@@ -93,12 +93,13 @@ def gradient_norms(rows: dict[str, RowParameters], meshes: Meshes | None, flag: 
     """
     squares = []
     for row in rows.values():
-        held = [(local(p.grad), copies) for p, copies in zip(row.parameters, row.copies, strict=True) if p.grad is not None]
-        if not held:
+        gradients = row.gradients()
+        if not gradients:
             squares.append(torch.zeros((), device=flag.device))
             continue
-        norms = torch.stack(torch._foreach_norm([grad for grad, _ in held])).float()
-        squares.append((norms.square() / torch.tensor([c for _, c in held], device=norms.device)).sum())
+        copies = [c for p, c in zip(row.parameters, row.copies, strict=True) if p.grad is not None]
+        norms = torch.stack(torch._foreach_norm(gradients)).float()
+        squares.append((norms.square() / torch.tensor(copies, device=norms.device)).sum())
     vector = torch.stack([*squares, flag.float()])
     if meshes is not None:
         dist.all_reduce(vector, group=meshes.world.get_group())

@@ -45,12 +45,13 @@ def create_meshes(layout: Layout, device_type: str) -> Meshes:
 
     Raises RuntimeError when a group's members differ from what `layout.groups()` printed at start.
     """
-    world = init_device_mesh(device_type, (layout.world,), mesh_dim_names=("world",))
+    world = init_device_mesh(device_type, (layout.ranks,), mesh_dim_names=("world",))
     dense = world._unflatten(0, (layout.dp, layout.tensor), ("dp", "tp"))
     sparse = world._unflatten(0, (layout.edp, layout.expert), ("edp", "ep"))
     meshes = Meshes(layout, world, dense, sparse)
     printed = layout.groups()
     for family, mesh in (("dp", meshes.dp), ("tp", meshes.tp), ("edp", meshes.edp), ("ep", meshes.ep)):
-        if mesh.mesh.flatten().tolist() not in printed[family]:
-            raise RuntimeError(f"{family} group {mesh.mesh.tolist()} is not among the groups announced: {printed[family]}")
+        ranks = mesh.mesh.flatten().tolist()
+        if ranks not in printed[family]:
+            raise RuntimeError(f"{family} group {ranks} is not among the groups announced: {printed[family]}")
     return meshes

@@ -35,7 +35,7 @@ def build_parallel_model(run: Run, meshes: Meshes | None, device: torch.device) 
             model.head.weight = model.embed.weight
     if meshes.layout.expert > 1:
         apply_expert_parallel(model, meshes.ep)
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for modules, mesh, dtype in units(model, meshes):
         _materialise(modules, names, run, device)
         shard_unit(modules, mesh, dtype, shard=run.parallel.fsdp)

@@ -1,4 +1,4 @@
-"""Data parallelism with sharded parameters (FSDP2), one unit per policy row, so that each row has its own mesh and dtype.
+"""Data parallelism with sharded parameters (FSDP2), one unit per policy row: each row has its own mesh and dtype.
 
 What is split: every parameter over the ranks that see different tokens of it: `dp` for attention, dense FFN, norms,
 embedding and head; `edp` for experts; the world for router and shared expert. Collectives per unit: all-gather before
@@ -30,12 +30,13 @@ def units(model: Transformer, meshes: Meshes) -> Iterator[tuple[list[nn.Module],
     """
     tied = model.head.weight is model.embed.weight
     yield ([model.embed, model.head] if tied else [model.embed]), meshes.dp, model.embed.dtype
-    for block in model.blocks:
+    for block in model.layers():
         norms: list[nn.Module] = [module for module in block.modules() if isinstance(module, RMSNorm)]
         yield norms, meshes.dp, torch.float32
         yield [block.attention], meshes.dp, block.attention.dtype
         if block.dense_ffn is not None:
             yield [block.dense_ffn], meshes.dp, block.dense_ffn.dtype
+        if block.moe is None:
             continue
         yield [block.moe.router], meshes.world, block.moe.router.dtype
         yield [block.moe.experts], meshes.edp, block.moe.experts.dtype

@@ -8,6 +8,8 @@ hidden sizes and the sequence length.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
@@ -16,12 +18,14 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from pdtrain.model.attention import MultiHeadLatentAttention
 from pdtrain.model.transformer import Block, Transformer
+from pdtrain.parallel.meshes import Meshes
 
 SEQUENCE = Shard(1)  # of [b, s, h]
 
@@ -42,8 +46,8 @@ class ToLocalPartial(nn.Module):
 
 def apply_tensor_parallel(model: Transformer, tp: DeviceMesh) -> None:
     """Split `model` over the mesh `tp`, in place. The residual stream becomes a local [b, s / tp, h]."""
-    for block in model.blocks:
-        parallelize_module(block, tp, _block_plan(block))  # type: ignore[arg-type]
+    for block in model.layers():
+        parallelize_module(block, tp, _block_plan(block))
     parallelize_module(
         model,
         tp,
@@ -64,8 +68,8 @@ def _block_plan(block: Block) -> dict[str, ParallelStyle]:
         "ffn_norm": SequenceParallel(),
     }
     if isinstance(block.attention, MultiHeadLatentAttention):
-        plan |= {"attention.wkv_a": Replicated(), "attention.kv_norm": Replicated(), "attention.wkv_b": ColwiseParallel()}
-        plan |= {"attention.wq_b": ColwiseParallel()}
+        plan |= {"attention.wkv_a": Replicated(), "attention.kv_norm": Replicated()}
+        plan |= {"attention.wkv_b": ColwiseParallel(), "attention.wq_b": ColwiseParallel()}
         if block.attention.wq_a is not None:
             plan |= {"attention.wq_a": Replicated(), "attention.q_norm": Replicated()}
         block.attention.shared_key = ToLocalPartial()
@@ -83,3 +87,8 @@ def _block_plan(block: Block) -> dict[str, ParallelStyle]:
             input_layouts=SEQUENCE, desired_input_layouts=SEQUENCE, use_local_output=True
         )
     return plan
+
+
+def vocabulary_parallel_loss(meshes: Meshes | None) -> AbstractContextManager[None]:
+    """Context for loss and backward: with tensor parallelism the logits stay split along the vocabulary."""
+    return loss_parallel() if meshes is not None and meshes.layout.tensor > 1 else nullcontext()

@@ -1,0 +1,167 @@
+"""Between the loop and the black box: what is measured at which step, and what a person sees meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdtrain.checkpoint import Restored
+from pdtrain.config import Resolved
+from pdtrain.measure import all_to_all_bytes, expected_all_to_all_bytes, router_statistics, routing_by_layer
+from pdtrain.model.transformer import Transformer
+from pdtrain.parallel.meshes import Meshes
+from pdtrain.plan import flops
+from pdtrain.process import Place
+from pdtrain.recorder import Recorder
+from pdtrain.recorder.memory import peak_memory_bytes
+from pdtrain.recorder.progress import Progress
+from pdtrain.recorder.routing import router_values
+from pdtrain.step import StepResult
+
+
+class Instruments:
+    """Feeds the recorder and the progress line. Collective where it says so: every rank calls it alike."""
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        model: Transformer,
+        rows: Sequence[str],
+        recorder: Recorder,
+        meshes: Meshes | None,
+        place: Place,
+    ) -> None:
+        self.resolved = resolved
+        self.run = resolved.run
+        self.recorder = recorder
+        self.meshes = meshes
+        self.place = place
+        self.layers = model.moe_layers()
+        self.rows = rows
+        self.expected_bytes = expected_all_to_all_bytes(resolved)
+        self.flops_per_token = flops.per_token(self.run.model, self.run.train.sequence_length)
+        name = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else "CPU"
+        self.peak = flops.peak_per_device(name, self.run.precision.all)
+        self.progress = Progress(self.run.train.steps, enabled=place.leader)
+        if place.leader:
+            recorder.listeners.append(self.progress.update)
+        recorder.watch(model, _watched(model))
+        self._since = (0, time.perf_counter())  # step and time of the last interval's end
+
+    def announce(
+        self, layout: str, data: str, start: Restored, removed: list[str], aside: list[str]
+    ) -> None:
+        """Say once what is about to run: groups, data, where it resumes and what that meant."""
+        self._since = (start.step, time.perf_counter())
+        if start.source is not None:
+            self.recorder.resume(start.step)
+            self.recorder.event("restored", step=start.step, source=str(start.source), mixed_steps=start.mixed)
+        for name in removed:
+            self.recorder.event("checkpoint_leftover_removed", folder=name)
+        for name in aside:
+            self.recorder.event("checkpoint_set_aside", folder=name)
+        if not self.place.leader:
+            return
+        self.note(layout)
+        self.note(f"data: {data}")
+        if removed:
+            self.note(f"removed what interrupted saves left: {', '.join(removed)}")
+        if aside:
+            self.note(f"set aside as *.abandoned, because they lie beyond step {start.step}: {', '.join(aside)}")
+        if start.source is not None:
+            self.note(f"resumed from {start.source} at step {start.step}")
+        for row, step in start.mixed.items():
+            self.note(f"  {row}: restored from step {step}, {start.step - step} steps older than the rest")
+
+    def after_step(self, step: int, result: StepResult, lr: float, seconds: float) -> None:
+        """Record one step; collective at logging intervals."""
+        values: dict[str, Any] = {"loss": result.loss, "lr": lr, "step_seconds": seconds}
+        values["grad_norm"] = result.norms.square().sum().sqrt()
+        for index, row in enumerate(self.rows):
+            values[f"grad_norm/{row}"] = result.norms[index]
+            values[f"grad_norm_clipped/{row}"] = result.clipped[index]
+        values["skipped"] = result.skipped
+        values["tokens"] = step * self.resolved.tokens_per_step
+        if self.recorder.due(step):
+            values |= self._interval(step)
+        if step % self.run.recorder.router_every == 0:
+            values |= self._routing()
+        self.recorder.log(step, **values)
+
+    def _interval(self, step: int) -> dict[str, Any]:
+        now = time.perf_counter()
+        steps = max(1, step - self._since[0])
+        wall = (now - self._since[1]) / steps
+        self._since = (step, now)
+        modules = self.recorder.module_seconds()
+        sent = all_to_all_bytes(self.layers)
+        reduced = self.recorder.reduce(
+            {f"time/{name}": (seconds, "mean") for name, seconds in modules.items()}
+            | {
+                "memory_bytes": (float(peak_memory_bytes(self.place.device)), "max"),
+                "all_to_all_bytes": (sent / steps, "mean"),
+            }
+        )
+        tokens_per_second = self.resolved.tokens_per_step / wall
+        values: dict[str, Any] = dict(reduced)
+        values["tokens_per_second"] = tokens_per_second
+        if self.resolved.ep > 1:
+            values["all_to_all_bytes_expected"] = self.expected_bytes
+            values["all_to_all_seconds"] = reduced.get("time/dispatch", 0.0) + reduced.get("time/combine", 0.0)
+        if self.peak:
+            values["mfu"] = self.flops_per_token * tokens_per_second / (self.peak * self.place.world)
+        return values
+
+    def _routing(self) -> dict[str, Any]:
+        if not self.layers:
+            return {}
+        statistics = router_statistics(self.layers, self.meshes, self.place.device)
+        values: dict[str, Any] = {}
+        for index, numbers in routing_by_layer(self.layers, statistics).items():
+            values |= router_values(index, numbers.counts, top_k=self.run.model.moe.top_k, **numbers.measured)
+        return values
+
+    def log_validation(self, step: int, values: dict[str, Any]) -> None:
+        """Record a validation; the values are the same on every rank."""
+        if values:
+            self.recorder.log(step, **values)
+
+    def checkpoint_saved(self, step: int, saved: bool) -> None:
+        """Record that a checkpoint was written, or could not be."""
+        self.recorder.event("checkpoint_saved" if saved else "checkpoint_failed", step=step)
+
+    def note(self, text: str) -> None:
+        """A line for the person who watches, rank 0 only."""
+        if self.place.leader:
+            self.progress.note(text)
+
+    def finish(self, step: int) -> None:
+        """The run is over, for whatever good reason."""
+        self.recorder.event("finished", step=step)
+        self.progress.close()
+
+
+def _watched(model: Transformer) -> dict[str, list[nn.Module]]:
+    """Name in `time/<name>` -> the modules whose time it sums: the policy rows, and the two exchanges apart."""
+    groups: dict[str, list[nn.Module]] = {"embed_head": [model.embed, model.head]}
+    for block in model.layers():
+        groups.setdefault("attention", []).append(block.attention)
+        groups.setdefault("norm", []).extend((block.attention_norm, block.ffn_norm))
+        if block.dense_ffn is not None:
+            groups.setdefault("dense_ffn", []).append(block.dense_ffn)
+    for layer in model.moe_layers().values():
+        parts = {
+            "router": layer.router,
+            "dispatch": layer.dispatcher.dispatch,
+            "experts": layer.experts,
+            "combine": layer.dispatcher.combine,
+            "shared_expert": layer.shared_expert,
+        }
+        for name, module in parts.items():
+            if module is not None:
+                groups.setdefault(name, []).append(module)
+    return groups

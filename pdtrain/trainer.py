@@ -1,0 +1,134 @@
+"""The training run, readable top to bottom: join the job, build, restore, loop, save."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from diag.errors import PdtrainError, UsageError
+from pdtrain.checkpoint import Checkpointer
+from pdtrain.config import Resolved, resolve, to_toml
+from pdtrain.config.schema import Run
+from pdtrain.data import open_data
+from pdtrain.evaluate import validation_loss
+from pdtrain.instruments import Instruments
+from pdtrain.optim import build_optimizer, learning_rate
+from pdtrain.parallel.gradients import rows_of
+from pdtrain.parallel.layout import Layout
+from pdtrain.parallel.meshes import create_meshes
+from pdtrain.parallel.parallelize import build_parallel_model
+from pdtrain.process import Place, StopRequest, joined_job
+from pdtrain.recorder import Recorder, prepare_environment, write_config, write_environment
+from pdtrain.step import StepResult, TrainStep
+
+log = logging.getLogger(__name__)
+
+#: A run whose every update in a row is skipped for a non-finite gradient is lost; OLMo-core and others cap likewise.
+MAX_SKIPPED_IN_A_ROW = 5
+
+
+class TrainingFailed(PdtrainError):
+    """The run cannot go on; not a mistake of the command line."""
+
+    exit_status = 1
+
+
+def train(run: Run, run_dir: Path, resume: Path | Literal["latest"] | None = None) -> None:
+    """Train `run` in this process, one of the job that the environment describes; collective.
+
+    Raises:
+        UsageError: the job does not fit the configuration, the data or the checkpoint.
+        TrainingFailed: non-finite gradients only, or a final checkpoint that could not be written.
+    """
+    resolved = resolve(run)
+    prepare_environment(run_dir, run.recorder.flight_recorder_entries)
+    with joined_job(run.train.threads, run.train.timeout_seconds) as place:
+        _train(resolved, run_dir, resume, place)
+
+
+def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] | None, place: Place) -> None:
+    run = resolved.run
+    if place.world != resolved.world:
+        raise UsageError(f"the job has {place.world} processes, the configuration asks for {resolved.world}")
+    stop_request = StopRequest()
+    layout = Layout.from_run(run)
+    meshes = create_meshes(layout, place.device.type) if place.world > 1 else None
+    data = open_data(run)
+    model = build_parallel_model(run, meshes, place.device)
+    rows = rows_of(model, meshes)
+    optimizer = build_optimizer(run, rows)
+    checkpoints = Checkpointer(run_dir / "checkpoints", run, model, optimizer, rows, data.fingerprint)
+    start = checkpoints.restore(resume)
+    if start.source is None and resume is None and checkpoints.has_any():
+        raise UsageError(f"{run_dir} already holds checkpoints; add --resume to go on, or choose another --run-dir")
+    removed, aside = checkpoints.tidy(start.step)
+
+    if place.leader:
+        write_config(run_dir, to_toml(run))
+        write_environment(run_dir, {"groups": layout.groups(), "data": data.description})
+    settings = run.recorder
+    with Recorder(
+        run_dir,
+        log_every=run.train.log_every,
+        tensorboard=settings.tensorboard,
+        wandb=settings.wandb,
+        spans=settings.spans,
+    ) as recorder:
+        instruments = Instruments(resolved, model, list(rows), recorder, meshes, place)
+        instruments.announce(layout.text(), data.description, start, removed, aside)
+        step_once = TrainStep(resolved, model, optimizer, rows, data, meshes, place.device, recorder)
+        validation = data.validation(run.train.val_sequences) if run.train.val_sequences else None
+        consumed, step, previous = start.consumed, start.step, None
+        skipped_in_a_row = torch.zeros((), device=place.device)
+
+        def validate() -> dict[str, float]:
+            if validation is None or not len(validation):
+                return {}
+            with recorder.span("validation", step):
+                loss = validation_loss(model, validation, run.train.micro_batch, meshes, place.device)
+            values = {"val_loss": loss}
+            if bytes_per_token := data.bytes_per_token("validation"):
+                values["val_bits_per_byte"] = loss / math.log(2) / bytes_per_token
+            return values
+
+        if step == 0:
+            instruments.log_validation(step, validate())
+        while step < run.train.steps:
+            began = time.perf_counter()
+            lr = learning_rate(run.optimizer, step, run.train.steps)
+            result = step_once(consumed, lr, bool(stop_request))
+            step, consumed = step + 1, consumed + resolved.train_batch
+            skipped_in_a_row = (skipped_in_a_row + 1) * result.skipped
+            instruments.after_step(step, result, lr, time.perf_counter() - began)
+            stopping = _stop_agreed(previous if place.device.type == "cuda" else result)
+            previous = result
+            last = step == run.train.steps
+            if last or (run.train.val_every and step % run.train.val_every == 0):
+                instruments.log_validation(step, validate())
+            if step % run.train.log_every == 0 and skipped_in_a_row.item() >= MAX_SKIPPED_IN_A_ROW:
+                raise TrainingFailed(
+                    f"step {step}: {MAX_SKIPPED_IN_A_ROW} updates in a row had non-finite gradients and were skipped; "
+                    f"see grad_norm/* in {run_dir / 'metrics.jsonl'} for the module that went first"
+                )
+            due = checkpoints.due(step)
+            if stopping or last or due:
+                with recorder.span("checkpoint", step):
+                    saved = checkpoints.save(step, consumed, None if stopping or last else due)
+                instruments.checkpoint_saved(step, saved)
+                if not saved and (stopping or last):
+                    raise TrainingFailed(f"the last checkpoint (step {step}) could not be written; see the log")
+            if stopping:
+                name = stop_request.signal.name if stop_request.signal else "a stop request of another rank"
+                instruments.note(f"{name}: stopped after step {step}, saved, resume with --resume")
+                break
+        instruments.finish(step)
+
+
+def _stop_agreed(result: StepResult | None) -> bool:
+    """Whether any rank asked to stop. On GPUs the step before is asked, so that the host need not wait for this one."""
+    return result is not None and result.stop.item() > 0
