@@ -107,14 +107,19 @@ class CrashGuard:
                 faulthandler.enable(file=self._stacks, all_threads=True)
                 self._fatal = True
 
+    def settle(self) -> None:
+        """Stop the watching thread, after it has dealt with the signals that have arrived."""
+        self._ending.set()
+        attempt([self._stop_watcher])
+
     def uninstall(self) -> None:
         """Put back hooks and signals, stop the thread, remove an empty stack file."""
         if not self._installed:
             return
         self._installed = False
         _guards.discard(self)
-        self._ending.set()
-        attempt([self._restore_hooks, self._restore_signals, self._stop_watcher, self._close_files])
+        self.settle()
+        attempt([self._restore_hooks, self._restore_signals, self._close_files])
 
     def _restore_hooks(self) -> None:
         if self._previous_hooks is not None:
@@ -179,7 +184,7 @@ class CrashGuard:
         self._event(
             "interrupted" if isinstance(error, KeyboardInterrupt) else "exception",
             type=f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
-            message=str(error)[:MAX_TEXT], traceback=text[-MAX_TEXT:],
+            message=str(error)[:MAX_TEXT], traceback=text[-MAX_TEXT:], error=error,
         )
         self._note(logging.ERROR, "the run ends here\n%s", text.rstrip())
         if not isinstance(error, KeyboardInterrupt):
@@ -208,12 +213,14 @@ class CrashGuard:
 
     def _watch(self) -> None:
         poll = min(POLL_SECONDS, self._stall / 4 if self._stall > 0 else POLL_SECONDS)
-        while not self._ending.is_set():
+        while self._pipe is not None or not self._ending.is_set():
             try:
                 if self._pipe is not None:
                     waiting = 0.5 if self._term_at is not None else poll
                     ready, _, _ = select.select([self._pipe[0]], [], [], waiting)
                     for number in os.read(self._pipe[0], 64) if ready else b"":
+                        if not number:  # `settle` asks to end, after every signal before it
+                            return
                         self._signal(number)
                 else:
                     self._ending.wait(poll)
@@ -289,10 +296,10 @@ class CrashGuard:
                                f"{'none' if step is None else step}: {reason} ====\n\n")
             self._stacks.flush()
 
-    def _event(self, name: str, **fields: Any) -> None:
-        spans = sorted((span.start, span.name) for span in list(self._recorder.open_spans.values()))
+    def _event(self, name: str, error: BaseException | None = None, **fields: Any) -> None:
+        spans = self._recorder.spans_in_progress(error)
         if spans:
-            fields["open_spans"] = [span for _, span in spans]
+            fields["open_spans"] = spans
         if self._recorder.step is not None:
             fields["last_step"] = self._recorder.step
         self._recorder.write_event(name, fields)

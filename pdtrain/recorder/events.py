@@ -39,6 +39,8 @@ class Span:
     ) -> None:
         if self._log is not None:
             self._log.leave(self, time.perf_counter())
+            if error is not None:
+                self._log.unwind(self, error)
 
 
 class EventLog:
@@ -49,6 +51,7 @@ class EventLog:
         """When the loop last showed a sign of life."""
         self.open_spans: dict[int, Span] = {}
         """Spans that have begun and not ended: what a crashed or stalled rank was doing."""
+        self._unwound: tuple[int, list[str]] = (0, [])
         self._file = LineFile(path)
         self._spans = spans
         self._lock = threading.RLock()
@@ -83,6 +86,21 @@ class EventLog:
         self.open_spans.pop(id(span), None)
         if self._spans and len(self._waiting) < 2 * MAX_WAITING:
             self._waiting.append((span.name, span.step, span.start, now - span.start))
+
+    def unwind(self, span: Span, error: BaseException) -> None:
+        """`error` leaves `span`."""
+        if self._unwound[0] != id(error):
+            self._unwound = (id(error), [])  # the id only: an exception would keep its frames alive
+        self._unwound[1].insert(0, span.name)
+
+    def spans_left_by(self, error: BaseException | None) -> list[str]:
+        """The spans that `error`, or what it was raised from, has left on its way, outermost first."""
+        seen = 0
+        while error is not None and seen < 100:
+            if id(error) == self._unwound[0]:
+                return list(self._unwound[1])
+            error, seen = error.__cause__ or error.__context__, seen + 1
+        return []
 
     def end_step(self, step: int) -> None:
         """Spans since the last call that named no step belong to `step`."""
@@ -120,6 +138,13 @@ class EventLog:
             quoted = self._names[name] = json.dumps(name)
         number = "" if step is None else f'"step":{step},'
         return f'{{"span":{quoted},{number}"start":{start + self._offset:.6f},"seconds":{seconds:.6f}}}\n'
+
+    def stop(self) -> None:
+        """Let go of what waits and keep no more spans: the disk refuses."""
+        self._spans = False
+        with self._lock:
+            self._waiting.clear()
+            self._unnumbered = 0
 
     def close(self) -> None:
         """Write what waits and close the file."""

@@ -241,10 +241,10 @@ class Recorder:
         """When (time.monotonic) the loop last logged, entered or left a span, or wrote an event."""
         return self._events.last_beat
 
-    @property
-    def open_spans(self) -> Mapping[int, Span]:
-        """Spans that have begun and not ended."""
-        return self._events.open_spans
+    def spans_in_progress(self, error: BaseException | None = None) -> list[str]:
+        """What the rank is doing, outermost span first; with `error`, what it was doing when that was raised."""
+        still_open = sorted((span.start, span.name) for span in list(self._events.open_spans.values()))
+        return [name for _, name in still_open] + self._events.spans_left_by(error)
 
     def disown(self) -> None:
         """In a forked child: the files belong to the parent, so nothing is written here any more."""
@@ -280,6 +280,8 @@ class Recorder:
         """Write what is left and let go of everything. May be called twice; runs at interpreter exit if forgotten."""
         if self._closed:
             return
+        if self._guard is not None:
+            self._guard.settle()
         self.flush(crashed=self._crashed, unfinished_step=True)
         self.write_event("end", {"ok": not self._crashed, "last_step": self.step})
         self._closed = True
@@ -332,7 +334,7 @@ class Recorder:
         text = f"recording stops, training goes on: {error}"
         self.complain(text)
         # a small line may still fit where a large one did not
-        attempt([lambda: self._events.event("recording_stopped", {"reason": str(error)}, alone=True)])
+        attempt([lambda: self._events.event("recording_stopped", {"reason": str(error)}, alone=True), self._events.stop])
 
     def complain(self, text: str) -> None:
         """One warning on stderr; the same text never twice."""
