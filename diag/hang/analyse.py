@@ -132,10 +132,12 @@ class _Analysis:
         if halves:
             guilty = pairing.who_went_on(self.job, halves, items)
             return Verdict("p2p_unmatched", guilty, halves[0], 0.85 if len(guilty) == 1 else 0.6, items=tuple(items))
-        told = order.against_the_order(self.job, items, ranks)
+        told = order.departure(self.job, items, ranks)
         if told is None:
             return Verdict("group_order_deadlock", (), items[0], 0.6, items=tuple(items))
-        return Verdict("group_order_deadlock", told[0], items[0], 0.9, told[1], items=tuple(items))
+        ordered = dict.fromkeys([told.first, told.second, *items])
+        return Verdict("group_order_deadlock", told.ranks, items[0], 0.9, told.why,
+                       "skipped" if told.skipped else "swapped", items=tuple(ordered))
 
     # -- ranks that wait for nobody --------------------------------------------------------------------------------
 

@@ -8,37 +8,49 @@ the earlier rounds do: how many calls on the one group used to precede each call
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from itertools import combinations
 
 from diag.hang.frontier import Item
 from diag.hang.groups import MEANINGLESS, Group, Job, Member
 
 
-def against_the_order(job: Job, items: list[Item], suspects: set[int]) -> tuple[tuple[int, ...], str] | None:
-    """(guilty ranks, why) among `suspects`, who wait on each other through `items`; None when nothing tells."""
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """`ranks` did `second` before `first`, against the usual order; `skipped`: they never came to `first` at all."""
+
+    ranks: tuple[int, ...]
+    first: Item
+    second: Item
+    skipped: bool
+    why: str
+
+
+def departure(job: Job, items: list[Item], suspects: set[int]) -> Departure | None:
+    """Who of `suspects`, who wait on each other through `items`, left the usual order; None when nothing tells."""
     guilty: set[int] = set()
-    reasons = []
+    shown: tuple[Item, Item, set[int], str] | None = None
     for one, two in combinations(items, 2):
         if one.group is two.group or (one.what != "collective" and two.what != "collective"):
             continue
         orders = _orders(job, one, two)
-        camps = Counter(orders.values())
         if len({orders.get(rank) for rank in suspects} - {None}) < 2:
             continue
-        (usual, votes), (_, against) = camps.most_common(2)
+        (usual, votes), (_, against) = Counter(orders.values()).most_common(2)
+        why = f"for {votes} of {votes + against} ranks"
         if votes == against:
             habit = _habit(job, one, two)
             if habit is None:
                 continue
-            usual, why = habit, "as in the rounds before"
-        else:
-            why = f"as {votes} of {votes + against} ranks do"
-        first, second = (one, two) if usual is one else (two, one)
+            usual, why = habit, "in the rounds before"
         odd = {rank for rank in suspects if orders.get(rank) not in (None, usual)}
-        if odd:
-            guilty |= odd
-            reasons.append(f"the order is {first.group.label}, then {second.group.label}, {why}")
-    return (tuple(sorted(guilty)), "; ".join(reasons)) if guilty else None
+        guilty |= odd
+        if odd and shown is None:
+            shown = (usual, two if usual is one else one, odd, why)
+    if shown is None:
+        return None
+    first, second, odd, why = shown
+    return Departure(tuple(sorted(guilty)), first, second, all(_place(job, first, r) == _NEVER for r in odd), why)
 
 
 def _orders(job: Job, one: Item, two: Item) -> dict[int, Item]:

@@ -109,14 +109,16 @@ def _mismatch(verdict: Verdict, outcome: Outcome) -> str:
     odd = mine[verdict.ranks[0]]
     rest = [calls for rank, calls in mine.items() if rank not in verdict.ranks]
     usual = max(rest, key=lambda calls: sum(_same(calls, other) for other in rest))
-    others = others_text(len(rest))
+    others, one = others_text(len(rest)), len(rest) == 1
+    have = f"{others} {'has' if one else 'have'}"
     if verdict.variant == "operation":
-        return f"{who} call{s} {ops_name(odd)} as #{seq} of {item.group.label}, where {others} call {ops_name(usual)}"
+        calls = f"{others} call{'s' if one else ''}"
+        return f"{who} call{s} {ops_name(odd)} as #{seq} of {item.group.label}, where {calls} {ops_name(usual)}"
     if verdict.variant == "dtype":
-        return (f"{who} call{s} {place(item, seq)} with {_types(odd)}, where {others} have {_types(usual)}")
+        return f"{who} call{s} {place(item, seq)} with {_types(odd)}, where {have} {_types(usual)}"
     if verdict.why:
         return f"{who} call{s} {place(item, seq)} with sizes that do not fit: {verdict.why}"
-    return f"{who} call{s} {place(item, seq)} with {_size(odd, usual)}, where {others} have {_size(usual, odd)}"
+    return f"{who} call{s} {place(item, seq)} with {_size(odd, usual)}, where {have} {_size(usual, odd)}"
 
 
 def _p2p(verdict: Verdict, outcome: Outcome) -> str:
@@ -131,11 +133,13 @@ def _p2p(verdict: Verdict, outcome: Outcome) -> str:
 
 
 def _order(verdict: Verdict, outcome: Outcome) -> str:
+    if verdict.ranks:
+        who, first, second = ranks_text(verdict.ranks, capital=True), place(verdict.items[0]), place(verdict.items[1])
+        if verdict.variant == "skipped":
+            return f"{who} went on to {second} without {first}, which comes before it {verdict.why}; so all wait"
+        return f"{who} issued {second} before {first}; it is the other way round {verdict.why}; so all wait"
     labels = list(dict.fromkeys(item.group.label for item in verdict.items))
     groups = " and ".join(labels[:3]) if len(labels) > 1 else f"two groups called {labels[0]}"
-    if verdict.ranks:
-        return (f"{ranks_text(verdict.ranks, capital=True)} entered {groups} in the opposite order, so that ranks wait "
-                f"on each other: {verdict.why}")
     camps = "; ".join(f"{ranks_text(item.waiting)} in {place(item)}" for item in verdict.items[:3])
     return f"Ranks entered {groups} in different orders and wait on each other ({camps}); no order has a majority"
 
@@ -155,8 +159,8 @@ def _unknown(verdict: Verdict, outcome: Outcome) -> str:
             "say for whom")
     match verdict.variant:
         case "operation" | "size" | "dtype":
-            why = verdict.why or f"the members differ in {verdict.variant}, with no majority"
-            return f"The members disagree about {place(item, verdict.seq)}: {why}; no telling who is wrong"
+            why = verdict.why or _camps(item, item.seq if verdict.seq is None else verdict.seq, verdict.variant)
+            return f"The members disagree about #{verdict.seq} of {item.group.label}: {why}; no telling who is wrong"
         case "absent":
             return f"{head}: {len(job.absent)} of {job.world} ranks left no dump; collect the missing ones"
         case "inferred":
@@ -165,6 +169,20 @@ def _unknown(verdict: Verdict, outcome: Outcome) -> str:
             return f"{head}: the dump of {ranks_text(job.unreadable)} cannot be read"
         case _:
             return f"{head}: what came before was overwritten in the ring buffer"
+
+
+def _camps(item: Item, seq: int, what: str) -> str:
+    """"ranks 0-3 call all_reduce, ranks 4-7 broadcast": who holds with whom."""
+    camps: dict[str, list[int]] = {}
+    for rank, member in item.group.by_rank.items():
+        calls = member.calls(seq)
+        if calls:
+            shapes = calls[0].op.input_sizes or calls[0].op.output_sizes
+            sizes = f"{ops_name(calls)} of {ops.elements(shapes):,} elements"
+            mine = {"operation": ops_name(calls), "dtype": _types(calls)}.get(what, sizes)
+            camps.setdefault(mine, []).append(rank)
+    return ", ".join(f"{ranks_text(ranks)} call{'s' if len(ranks) == 1 else ''} {mine}"
+                     for mine, ranks in list(camps.items())[:3])
 
 
 def wait(ranks: Iterable[int]) -> str:
@@ -188,7 +206,7 @@ def _size(calls: list[Entry], other: list[Entry]) -> str:
         for word, a, b in (("input", mine.op.input_sizes, theirs.op.input_sizes),
                            ("output", mine.op.output_sizes, theirs.op.output_sizes)):
             if ops.elements(a) != ops.elements(b):
-                return f"{ops.elements(a):,} {word} elements"
+                return f"{ops.elements(a):,} {word} element{'' if ops.elements(a) == 1 else 's'}"
             if len(a) != len(b):
                 return f"{len(a)} {word} tensors"
     return "other sizes"

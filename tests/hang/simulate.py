@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -149,6 +150,8 @@ def fits(calls: list[Call]) -> bool:
         if all(len(c.sizes) == len(calls) for c in calls):
             return all(prod(c.sizes[j]) == prod(d.outputs[i]) for i, c in enumerate(calls) for j, d in enumerate(calls))
         return sum(into) == sum(out)
+    if calls[0].op == "gather":
+        return len(set(into)) == 1
     if "gather" in calls[0].op:
         return len(set(out)) == 1 and (len(set(into)) == 1 or sum(into) == out[0])
     return len(set(into)) == 1 and len(set(out)) == 1
@@ -262,13 +265,18 @@ def as_json(dump: dict[str, Any]) -> bytes:
 
 def write(world: World, folder: Path, *, name: str = "nccl_trace_rank_{rank}", without: frozenset[int] = frozenset(),
           form: str = "pickle", versions: dict[int, str] | None = None, rings: dict[int, int] | None = None,
-          **options: Any) -> None:
-    """Dumps of all ranks but those in `without`; `versions` and `rings` by rank, other options as `raw_dump`'s."""
+          edit: Callable[[dict[str, Any], int], None] | None = None, **options: Any) -> None:
+    """Dumps of all ranks but those in `without`; `versions` and `rings` by rank, other options as `raw_dump`'s.
+
+    `edit(dump, rank)` may change what is written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(world.size):
         if rank in without:
             continue
         raw = raw_dump(world, rank, **{"version": (versions or {}).get(rank, "2.10"),
                                        "ring": (rings or {}).get(rank, 2000), **options})
+        if edit is not None:
+            edit(raw, rank)
         data = as_json(raw) if form == "json" else pickle.dumps(raw, protocol=2)
         (folder / name.format(rank=rank)).write_bytes(data)
