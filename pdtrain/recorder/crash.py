@@ -119,7 +119,14 @@ class CrashGuard:
         self._installed = False
         _guards.discard(self)
         self.settle()
-        attempt([self._restore_hooks, self._restore_signals, self._close_files])
+        attempt([self._restore_hooks, self._restore_signals, self._deliver_what_came_late, self._close_files])
+
+    def _deliver_what_came_late(self) -> None:
+        """A SIGTERM that came after the thread had ended was swallowed by our handler: send it again."""
+        if self._pipe is not None and signal.SIGTERM in self._previous_signals:
+            with contextlib.suppress(BlockingIOError):
+                if signal.SIGTERM in os.read(self._pipe[0], 64).rpartition(b"\0")[2]:
+                    os.kill(self._pid, signal.SIGTERM)
 
     def _restore_hooks(self) -> None:
         if self._previous_hooks is not None:

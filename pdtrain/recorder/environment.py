@@ -32,8 +32,10 @@ VARIABLES = re.compile(
     r"|(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|ROLE_RANK|ROLE_NAME|NODE_RANK|MASTER_ADDR|MASTER_PORT"
     r"|VIRTUAL_ENV|CONDA_DEFAULT_ENV|TOKENIZERS_PARALLELISM|MALLOC_ARENA_MAX|LD_PRELOAD|LD_LIBRARY_PATH)$)"
 )
-_SECRET = re.compile(r"(?i)(secret|token|password|passwd|passphrase|credential|api[-_.]?key|access[-_.]?key"
-                     r"|private[-_.]?key|auth(?!or)|jwt|cookie|(^|[-_.])(key|pass|pwd|pat)$)")
+_SECRET = re.compile(
+    r"(?i)secret|token|password|passwd|passphrase|credential|auth(?!or)|jwt|cookie|^-*key$|(^|[-_.])(pass|pwd|pat)$"
+    r"|(api|access|private|ssh|ssl|sign(ing)?|encryption|account|licen[cs]e|wandb|openai|hf|hub|aws|azure|gcp|s3)[-_.]?key"
+)
 _NOT_SECRET = re.compile(r"(?i)token(izer|izers_parallelism|s$|s[-_.])")
 _URL_LOGIN = re.compile(r"(?i)([a-z][a-z0-9+.-]*://)[^/@\s]+@")
 _KNOWN_SECRET = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}"

@@ -334,7 +334,8 @@ class Recorder:
         text = f"recording stops, training goes on: {error}"
         self.complain(text)
         # a small line may still fit where a large one did not
-        attempt([lambda: self._events.event("recording_stopped", {"reason": str(error)}, alone=True), self._events.stop])
+        last = {"reason": str(error)}
+        attempt([lambda: self._events.event("recording_stopped", last, alone=True), self._events.stop])
 
     def complain(self, text: str) -> None:
         """One warning on stderr; the same text never twice."""

@@ -58,7 +58,8 @@ def test_kill_9_at_random_moments_leaves_whole_lines_and_a_resumed_run_goes_on(t
 
 def test_a_cut_tail_is_removed_on_reopening_whatever_it_is(tmp_path):
     path = tmp_path / "lines"
-    for before, kept in [(b"", b""), (b"a\nb\n", b"a\nb\n"), (b"a\nb", b"a\n"), (b"torn", b""), (b"a\n\xff\x00", b"a\n")]:
+    cases = [(b"", b""), (b"a\nb\n", b"a\nb\n"), (b"a\nb", b"a\n"), (b"torn", b""), (b"a\n\xff\x00", b"a\n")]
+    for before, kept in cases:
         path.write_bytes(before)
         lines = LineFile(path)
         lines.write(b"new\n")
