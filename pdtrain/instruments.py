@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class Instruments:
         if place.leader:
             recorder.listeners.append(self.progress.update)
         recorder.watch(model, _watched(model))
+        self._aside: dict[str, float] = {}  # seconds since the interval began that were not training
         self._since = (0, time.perf_counter())  # step and time of the last interval's end
 
     def announce(
@@ -77,14 +79,26 @@ class Instruments:
         for row, step in start.mixed.items():
             self.note(f"  {row}: restored from step {step}, {start.step - step} steps older than the rest")
 
-    def after_step(self, step: int, result: StepResult, lr: float, seconds: float) -> None:
-        """Record one step; collective at logging intervals."""
+    @contextmanager
+    def aside(self, name: str, step: int) -> Iterator[None]:
+        """A span whose time is not training time: validation, checkpoint."""
+        began = time.perf_counter()
+        with self.recorder.span(name, step):
+            yield
+        seconds = time.perf_counter() - began
+        self._aside[name] = self._aside.get(name, 0.0) + seconds
+
+    def after_step(
+        self, step: int, result: StepResult, lr: float, seconds: float, validated: dict[str, float]
+    ) -> None:
+        """Record one step and what a validation after it found; collective at logging intervals."""
         values: dict[str, Any] = {"loss": result.loss, "lr": lr, "step_seconds": seconds}
         values["grad_norm"] = result.norms.square().sum().sqrt()
         for index, row in enumerate(self.rows):
             values[f"grad_norm/{row}"] = result.norms[index]
             values[f"grad_norm_clipped/{row}"] = result.clipped[index]
         values["skipped"] = result.skipped
+        values |= validated
         values["tokens"] = step * self.resolved.tokens_per_step
         if self.recorder.due(step):
             values |= self._interval(step)
@@ -95,7 +109,8 @@ class Instruments:
     def _interval(self, step: int) -> dict[str, Any]:
         now = time.perf_counter()
         steps = max(1, step - self._since[0])
-        wall = (now - self._since[1]) / steps
+        wall = (now - self._since[1] - sum(self._aside.values())) / steps
+        aside, self._aside = self._aside, {}
         self._since = (step, now)
         modules = self.recorder.module_seconds()
         sent = all_to_all_bytes(self.layers)
@@ -107,7 +122,7 @@ class Instruments:
             }
         )
         tokens_per_second = self.resolved.tokens_per_step / wall
-        values: dict[str, Any] = dict(reduced)
+        values: dict[str, Any] = reduced | {f"{name}_seconds": seconds for name, seconds in aside.items()}
         values["tokens_per_second"] = tokens_per_second
         if self.resolved.ep > 1:
             values["all_to_all_bytes_expected"] = self.expected_bytes
@@ -125,10 +140,12 @@ class Instruments:
             values |= router_values(index, numbers.counts, top_k=self.run.model.moe.top_k, **numbers.measured)
         return values
 
-    def log_validation(self, step: int, values: dict[str, Any]) -> None:
-        """Record a validation; the values are the same on every rank."""
+    def record(self, step: int, values: dict[str, Any]) -> None:
+        """Record values outside a step: the validation before the first one."""
         if values:
             self.recorder.log(step, **values)
+        self._aside.clear()
+        self._since = (step, time.perf_counter())
 
     def checkpoint_saved(self, step: int, saved: bool) -> None:
         """Record that a checkpoint was written, or could not be."""

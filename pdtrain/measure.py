@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ class LayerRouting:
     drop_rate, and where they exist aux_loss, z_loss (unscaled) and bias_range."""
 
     counts: list[int]
-    measured: dict[str, float]
+    measured: dict[str, Any]
 
 
 def routing_by_layer(layers: dict[int, MoeLayer], statistics: Tensor) -> dict[int, LayerRouting]:

@@ -89,7 +89,7 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
         def validate() -> dict[str, float]:
             if validation is None or not len(validation):
                 return {}
-            with recorder.span("validation", step):
+            with instruments.aside("validation", step):
                 loss = validation_loss(model, validation, run.train.micro_batch, meshes, place.device)
             values = {"val_loss": loss}
             if bytes_per_token := data.bytes_per_token("validation"):
@@ -97,19 +97,19 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
             return values
 
         if step == 0:
-            instruments.log_validation(step, validate())
+            instruments.record(step, validate())
         while step < run.train.steps:
             began = time.perf_counter()
             lr = learning_rate(run.optimizer, step, run.train.steps)
             result = step_once(consumed, lr, bool(stop_request))
             step, consumed = step + 1, consumed + resolved.train_batch
             skipped_in_a_row = (skipped_in_a_row + 1) * result.skipped
-            instruments.after_step(step, result, lr, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            last = step == run.train.steps
+            validated = validate() if last or (run.train.val_every and step % run.train.val_every == 0) else {}
+            instruments.after_step(step, result, lr, seconds, validated)
             stopping = _stop_agreed(previous if place.device.type == "cuda" else result)
             previous = result
-            last = step == run.train.steps
-            if last or (run.train.val_every and step % run.train.val_every == 0):
-                instruments.log_validation(step, validate())
             if step % run.train.log_every == 0 and skipped_in_a_row.item() >= MAX_SKIPPED_IN_A_ROW:
                 raise TrainingFailed(
                     f"step {step}: {MAX_SKIPPED_IN_A_ROW} updates in a row had non-finite gradients and were skipped; "
@@ -117,7 +117,7 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
                 )
             due = checkpoints.due(step)
             if stopping or last or due:
-                with recorder.span("checkpoint", step):
+                with instruments.aside("checkpoint", step):
                     saved = checkpoints.save(step, consumed, None if stopping or last else due)
                 instruments.checkpoint_saved(step, saved)
                 if not saved and (stopping or last):

@@ -84,7 +84,7 @@ def train(
         return 0
     if importlib.util.find_spec("torch") is None:
         raise MissingExtra("pdtrain train", "train", "torch")
-    return _start(loaded, run_dir, _checkpoint(resume, run_dir)) if launcher is None else _become_rank(
+    return start(loaded, run_dir, _checkpoint(resume, run_dir)) if launcher is None else _become_rank(
         loaded.run, run_dir, resume
     )
 
@@ -116,7 +116,7 @@ def _checkpoint(resume: str | None, run_dir: Path | None) -> str | None:
     return resume
 
 
-def _start(loaded: Loaded, run_dir: Path | None, resume: str | None) -> int:
+def start(loaded: Loaded, run_dir: Path | None, resume: str | None) -> int:
     """Start every rank on this machine and wait for the job."""
     from pdtrain.config import to_toml
     from pdtrain.data import open_data

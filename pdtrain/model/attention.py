@@ -95,7 +95,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.wkv_b = Linear(mla.kv_lora_rank, model.heads * (self.nope + self.v_dim))
         self.wo = Linear(model.heads * self.v_dim, model.hidden)
         self.rope = Rope(self.rotary, model.rope_theta)
-        self.shared_key: nn.Module = nn.Identity()  # every head uses this key: where heads are split, its gradient is a sum
+        self.shared_key: nn.Module = nn.Identity()  # all heads use this key: where they are split, gradients add up
         self.dtype = dtype
         self.recompute = recompute
 

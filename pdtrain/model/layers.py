@@ -59,7 +59,7 @@ class Embedding(nn.Embedding):
 
     def __init__(self, vocab_size: int, hidden: int, dtype: torch.dtype) -> None:
         super().__init__(vocab_size, hidden)
-        self.dtype = dtype
+        self.dtype: torch.dtype = dtype
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens).to(self.dtype)

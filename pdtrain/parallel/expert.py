@@ -56,7 +56,7 @@ class AllToAllDispatcher(Dispatcher):
 
 
 class Exchange(nn.Module):
-    """Base of the two passes; counts the bytes that leave this rank, backward included."""
+    """Base of the two passes; counts the bytes that leave this rank in training, backward included."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
         super().__init__()
@@ -65,10 +65,10 @@ class Exchange(nn.Module):
         self.bytes_sent = 0
 
     def count(self, rows: Tensor, outgoing: list[int], returning: list[int]) -> None:
-        """Add one forward pass and, when training, its backward, whose rows travel the other way."""
-        away = sum(outgoing) - outgoing[self.rank]
-        back = sum(returning) - returning[self.rank] if rows.requires_grad and torch.is_grad_enabled() else 0
-        self.bytes_sent += (away + back) * rows.shape[1] * rows.element_size()
+        """Add one training pass: forward, and backward, whose rows travel the other way."""
+        if self.training:
+            rows_sent = sum(outgoing) - outgoing[self.rank] + sum(returning) - returning[self.rank]
+            self.bytes_sent += rows_sent * rows.shape[1] * rows.element_size()
 
 
 class ToExperts(Exchange):

@@ -29,7 +29,8 @@ def units(model: Transformer, meshes: Meshes) -> Iterator[tuple[list[nn.Module],
     FP32 when the attention does not.
     """
     tied = model.head.weight is model.embed.weight
-    yield ([model.embed, model.head] if tied else [model.embed]), meshes.dp, model.embed.dtype
+    embedding: list[nn.Module] = [model.embed, model.head] if tied else [model.embed]
+    yield embedding, meshes.dp, model.head.dtype
     for block in model.layers():
         norms: list[nn.Module] = [module for module in block.modules() if isinstance(module, RMSNorm)]
         yield norms, meshes.dp, torch.float32
