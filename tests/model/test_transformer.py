@@ -66,7 +66,10 @@ def test_router_norms_and_loss_are_fp32_when_everything_else_is_bf16() -> None:
     seen: dict[str, torch.dtype] = {}
 
     def note(name: str):
-        return lambda module, args, out: seen.setdefault(name, getattr(out, "weights", out).dtype)
+        def hook(module: torch.nn.Module, args: tuple, out) -> None:
+            seen[name] = getattr(out, "weights", out).dtype
+
+        return hook
 
     for name, module in model.named_modules():
         if name.endswith(("norm", "router", "experts", "attention", "head", "embed")):
