@@ -65,10 +65,11 @@ def joined_job(threads: int, timeout_seconds: float) -> Iterator[Place]:
 
 
 def _quieten() -> None:
-    """Silence two warnings that describe what we do on purpose."""
+    """Silence warnings that describe what we do on purpose, or what torch does to itself."""
     # Outputs of sharded modules are views of DTensors; nothing here updates activations in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    warnings.filterwarnings("ignore", message=".*grad.* attribute of a Tensor that is not a leaf")
+    # torch's own code still calls the name that torch 2.13 deprecates.
+    warnings.filterwarnings("ignore", message=r".*`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 
 
 class StopRequest:

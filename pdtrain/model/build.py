@@ -30,6 +30,7 @@ def build_on_meta(run: Run) -> Transformer:
 def build_model(run: Run, device: torch.device | str = "cpu") -> Transformer:
     """The whole model on one device, initialised from `train.seed`; FP32 weights."""
     model = build_on_meta(run).to_empty(device=device)
+    model.tie()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(

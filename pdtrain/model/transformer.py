@@ -47,7 +47,12 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(model, layer, dtypes, recompute) for layer in range(model.layers))
         self.norm = RMSNorm(model.hidden, model.norm_eps)
         self.head = Head(model.hidden, model.vocab_size, dtypes["embed_head"])
-        if model.tie_embeddings:
+        self.tied = model.tie_embeddings
+        self.tie()
+
+    def tie(self) -> None:
+        """Let the head use the embedding's weight, where the model asks for it; again after either was replaced."""
+        if self.tied:
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:

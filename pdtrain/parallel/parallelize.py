@@ -31,8 +31,7 @@ def build_parallel_model(run: Run, meshes: Meshes | None, device: torch.device) 
     model = build_on_meta(run)
     if meshes.layout.tensor > 1:
         apply_tensor_parallel(model, meshes.tp)
-        if run.model.tie_embeddings:
-            model.head.weight = model.embed.weight
+        model.tie()
     if meshes.layout.expert > 1:
         apply_expert_parallel(model, meshes.ep)
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}

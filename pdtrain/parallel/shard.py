@@ -28,7 +28,7 @@ def units(model: Transformer, meshes: Meshes) -> Iterator[tuple[list[nn.Module],
     A unit holds modules of one policy row only. Norms inside an attention belong to the block's norm unit: they stay
     FP32 when the attention does not.
     """
-    tied = model.head.weight is model.embed.weight
+    tied = model.tied
     embedding: list[nn.Module] = [model.embed, model.head] if tied else [model.embed]
     yield embedding, meshes.dp, model.head.dtype
     for block in model.layers():

@@ -52,12 +52,9 @@ def prepare_environment(
     """
     target = os.environ if environ is None else environ
     dumps = Path(run_dir).absolute() / "dumps"
-    prefix = str(dumps / "flight_recorder_")
     wanted = {
         "TORCH_FR_BUFFER_SIZE": str(entries),
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(entries),  # the name before torch 2.9
-        "TORCH_FR_DUMP_TEMP_FILE": prefix,
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,  # the name before torch 2.9
+        "TORCH_FR_DUMP_TEMP_FILE": str(dumps / "flight_recorder_"),  # the rank is appended
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1" if entries else "0",
     }
     for name, value in wanted.items():

@@ -88,7 +88,9 @@ class Recorder:
             if self.rank == 0 and not (self.run_dir / "environment.json").exists():
                 write_environment(self.run_dir, {"world_size": self.world})
             self.earlier_starts = self._events.count_starts()
-            self.write_event("start", _whereabouts(self.rank, self.world))
+            here = _whereabouts(self.rank, self.world)
+            self.write_event("start", here)
+            logger.info("rank %d of %d on %s, process %d", self.rank, self.world, here["host"], here["pid"])
         except Exception as error:
             self._failed(error)
         if self._guard is not None:

@@ -55,7 +55,8 @@ def reduce_over_ranks(
 
     ranks = dist.get_world_size(group)
     table = torch.empty(ranks * len(vector), dtype=torch.float64, device=device)
-    dist.all_gather_into_tensor(table, vector, group=group)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    gather(table, vector, group=group)
     table = table.view(ranks, -1)
     kinds = torch.stack((table.mean(0), table.amax(0), table.amin(0), table.sum(0), table.argmax(0).double()))
     agreed = (table[:, 0] == signature).all().double().reshape(1)

@@ -92,3 +92,11 @@ def test_recomputation_changes_nothing(tmp_path: Path) -> None:
     first = run_distributed(train_steps, 2, tmp_path, plain, 3)[0]
     second = run_distributed(train_steps, 2, tmp_path, recomputed, 3)[0]
     assert first.losses == second.losses
+
+
+def test_tied_embeddings_train_alike(tmp_path: Path) -> None:
+    """One weight in two places, split over TP and sharded over DP, gets the sum of both gradients."""
+    tied = {"model": {"tie_embeddings": True}}
+    alone = run_distributed(train_steps, 1, tmp_path, small_run(**tied), 5)[0]
+    split = run_distributed(train_steps, 4, tmp_path, small_run(ranks=4, tensor=2, expert=2, **tied), 5)[0]
+    assert split.losses == pytest.approx(alone.losses, rel=1e-5)
