@@ -30,7 +30,8 @@ def test_every_documented_key():
 ])
 def test_even_and_collapsed(counts, expected):
     got = router_values(0, counts, top_k=1, with_counts=False)
-    assert {name.rpartition("/")[2]: value for name, value in got.items() if "floor" not in name} == pytest.approx(expected)
+    values = {name.rpartition("/")[2]: value for name, value in got.items() if "floor" not in name}
+    assert values == pytest.approx(expected)
 
 
 def test_what_was_not_measured_is_absent():
