@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# A folder of labelled failure logs with its own scorer, where there is one.
+CASES  ?= ../shared/cases
 
 .PHONY: demo test acceptance lint docs clean
 
@@ -12,8 +14,9 @@ demo: $(READY)  ## train a small MoE on two processes, then diagnose the run it 
 test: $(READY) lint  ## lint, types and the test suite (with a seeded sample of the long tests)
 	$(BIN)/python -m pytest
 
-acceptance: $(READY) lint  ## every test, the long ones included
+acceptance: $(READY) lint  ## every test, the long ones included, and labelled cases where CASES has them
 	$(BIN)/python -m pytest --all
+	if test -f $(CASES)/score.py; then PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python $(CASES)/score.py --kind log; fi
 
 lint: $(READY)
 	$(BIN)/ruff check .
