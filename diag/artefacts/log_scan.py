@@ -29,7 +29,7 @@ FIRST, LAST, RANKS = 200, 12, 4096
 COUNT_ONLY = 20_000
 #: Rules whose first few lines say it all (channels, interfaces): NCCL prints them by the million.
 CHATTY = "chat-"
-CHATTY_COUNT = 24
+CHATTY_COUNT, CHATTY_TRIES = 24, 4000
 #: Text within this distance behind a traceback's start belongs to it.
 CONTEXT = 96 << 10
 TAIL = 64 << 10
@@ -73,7 +73,7 @@ class Scan:
         self._last: dict[str, list[Event]] = {}
         self._ranks: dict[str, set[int]] = {}
         self._kept: dict[str, int] = {}
-        self._done_tracebacks = -1
+        self._tries: dict[str, int] = {}
         self._pending: dict[str, Traceback] = {}
         self._before = b""
         self._parsed = 0
@@ -92,7 +92,7 @@ class Scan:
             rule = self.catalogue.rules[index]
             count = facts.counts.get(rule.id, 0)
             line_start = block.rfind(b"\n", 0, end - 1) + 1 if end else 0
-            if count >= COUNT_ONLY or (count >= CHATTY_COUNT and rule.id.startswith(CHATTY)):
+            if count >= COUNT_ONLY or rule.id.startswith(CHATTY) and self._enough(rule, count):
                 facts.counts[rule.id] = count + 1
                 continue
             start = max(line_start, block.rfind(b"\r", line_start, end - 1) + 1)
@@ -127,6 +127,10 @@ class Scan:
         if last:
             self._finish(block, first_line, first_offset)
         self._before = block[-KEEP:]
+
+    def _enough(self, rule: Rule, count: int) -> bool:
+        tries = self._tries[rule.id] = self._tries.get(rule.id, 0) + 1
+        return count >= CHATTY_COUNT or tries > CHATTY_TRIES
 
     def _event(self, rule: Rule, block: bytes, segment: bytes, at: int, low: int, line_start: int, line: int,
                base: int) -> Event:

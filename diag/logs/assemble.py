@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from diag.logs.checkpoint import refine_shapes
 from diag.logs.endings import (
     AT_EXIT,
     SIGNALS,
@@ -13,8 +14,8 @@ from diag.logs.endings import (
     saved_after,
     silence,
 )
-from diag.logs.exceptions import exception_findings
-from diag.logs.known import blamed, pick_evidence, signature_findings, subject_of
+from diag.logs.exceptions import exception_findings, others_wait
+from diag.logs.known import blamed, is_everybody, pick_evidence, signature_findings, subject_of
 from diag.logs.memory import refine_cuda_oom
 from diag.logs.numerics import numeric_findings
 from diag.logs.startup import startup_findings
@@ -24,6 +25,12 @@ from diag.logs.waiting import waiting_findings
 from diag.schema import SEVERITY_ORDER, Finding, Where
 from diag.signatures import format_says
 
+#: An absence that nothing confirms counts only when nothing else was found.
+SURE_ABSENCE = 0.75
+#: Faults of a machine: of the only one there is, when the logs name only one.
+HOST_CAUSES = {"p2p_acs_iommu", "fabric_manager", "driver_mismatch", "shm_too_small", "gpu_ecc", "gpu_fell_off_bus",
+               "gpu_hw_fault", "nvlink_error", "ib_hca_failure", "ib_gdr_acs", "host_oom", "duplicate_gpu",
+               "killed_unconfirmed", "cuda_oom_shared_gpu", "node_failure"}
 #: Training that went on for this many steps after a line survived it.
 SURVIVED_STEPS = 3
 _NUMERIC = {"loss_nan", "loss_spike", "loss_divergence", "loss_degenerate", "fp16_loss_scale_collapse", "slow_node",
@@ -37,13 +44,19 @@ def findings_of(view: View) -> list[Finding]:
         if finding.cause == "cuda_oom":
             refine_cuda_oom(view, finding, [i for i in view.items if i.rule.cause == "cuda_oom"
                                             and i.rule.role == "initiating" and not i.event.quoted])
+        if finding.cause == "ckpt_shape_mismatch":
+            refine_shapes(finding, view.of("size-mismatch"))
         if finding.cause in SIGNALS.values():
             attach_exits(view, finding)
-    found = [*known, *exception_findings(view), *waiting_findings(view), *startup_findings(view)]
+    for finding in known:
+        launch_failure_of_a_peer(view, finding)
+        checkpoint_ranks(view, finding)
+    found = [*known, *exception_findings(view), *waiting_findings(view)]
+    found += [f for f in startup_findings(view) if f.confidence >= SURE_ABSENCE or not found]
     found = _merged(found + numeric_findings(view))
     survived(view, found)
     alive = [f for f in found if SEVERITY_ORDER[f.severity] >= SEVERITY_ORDER["warning"]]
-    if not [f for f in alive if f.cause not in ("scheduler_time_limit", "preempted", "slow_node", "loss_spike")]:
+    if not [f for f in alive if f.cause not in ("scheduler_time_limit", "slow_node", "loss_spike")]:
         for make in (jit_lock, silence):
             finding = make(view)
             if finding is not None:
@@ -54,6 +67,10 @@ def findings_of(view: View) -> list[Finding]:
         promoted = promote(view)
         found.extend(promoted)
         alive = promoted
+    only = view.identity.only_host()
+    for finding in found:
+        if finding.cause in HOST_CAUSES and not finding.where.hosts and only is not None:
+            finding.where.hosts = [only]
     at_exit(view, found)
     if not [f for f in found if SEVERITY_ORDER[f.severity] >= SEVERITY_ORDER["warning"]]:
         found.extend(unexplained(view))
@@ -68,6 +85,26 @@ def findings_of(view: View) -> list[Finding]:
             if SEVERITY_ORDER[finding.severity] >= SEVERITY_ORDER["error"]:
                 finding.numbers.setdefault("last_save_line", saved.line)
     return found
+
+
+def launch_failure_of_a_peer(view: View, finding: Finding) -> None:
+    """"unspecified launch failure" on one rank while others wait says that the rank died, not why."""
+    if finding.cause != "cuda_kernel_fault" or finding.numbers.get("signatures") != ["cuda-launch-failure"]:
+        return
+    first = finding.evidence[0]
+    place = next((i.place for i in view.of("cuda-launch-failure") if i.line == first.line), None)
+    if place is not None and others_wait(view, place, set(finding.where.ranks)):
+        finding.cause, finding.severity, finding.confidence = "peer_exception", "fatal", 0.8
+        finding.summary += "; the other ranks only wait for it"
+
+
+def checkpoint_ranks(view: View, finding: Finding) -> None:
+    """torch.distributed.checkpoint lists the ranks on which loading failed."""
+    listed = view.of("checkpoint-exception")
+    if finding.cause.startswith("ckpt_") and listed and not finding.where.ranks:
+        ranks = {int(n) for i in listed for n in i.groups["ranks"].split(",") if n.strip().isdigit()}
+        if not is_everybody(view, ranks):
+            finding.where.ranks = sorted(ranks)
 
 
 def _merged(found: list[Finding]) -> list[Finding]:

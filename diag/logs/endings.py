@@ -107,6 +107,9 @@ def jit_lock(view: View) -> Finding | None:
 
 def silence(view: View) -> Finding | None:
     """Progress lines stop; the log goes on (a scheduler's pulse, a monitor), or somebody had to stop the run."""
+    done = finished_at(view)
+    if done is not None or planned_exit(view) is not None:
+        return _silent_exit(view, done) if done is not None else None
     last = view.last_progress()
     if last is None:
         return _silent_start(view)
@@ -141,6 +144,16 @@ def silence(view: View) -> Finding | None:
                    where=Where(step=point.step if point.step >= 0 else None),
                    summary=f"Progress stopped after step {point.step}{for_}{usually}; no error, no timeout",
                    numbers={"silent_seconds": round(gap)} if gap is not None else {})
+
+
+def _silent_exit(view: View, done: Item) -> Finding | None:
+    """The work is done and the process does not go away: stopped by hand, or by the time limit."""
+    stopped = [i for i in view.of("keyboard-interrupt", "slurm-time-limit", "import-site")
+               if done.place.before(i.place) is True]
+    if not stopped:
+        return None
+    return Finding(cause="hang_silent", severity="error", confidence=0.7, where=Where(),
+                   summary="The work was done but the processes did not end", evidence=pick_evidence(stopped[:2]))
 
 
 def _silent_start(view: View) -> Finding | None:

@@ -21,7 +21,12 @@ REPORTERS = {"ChildFailedError", "CalledProcessError", "ProcessRaisedException",
              "SignalException", "KeyboardInterrupt", "SystemExit", "GeneratorExit", "DistBackendError",
              "DistNetworkError", "DistStoreError", "BrokenPipeError", "ConnectionResetError", "ConnectionAbortedError",
              "ConnectionRefusedError", "RayActorError", "ActorDiedError", "WorkerCrashedError", "RayTaskError",
-             "RendezvousConnectionError", "RendezvousTimeoutError", "RendezvousClosedError", "CancelledError"}
+             "CheckpointException", "RendezvousConnectionError", "RendezvousTimeoutError", "RendezvousClosedError", "CancelledError"}
+#: Lines that parsers read and that are the whole message of an exception: others turn them into findings.
+TELLING_FACTS = {"store-barrier", "clients-joined", "watchdog-timeout", "watchdog-status", "watchdog-at-work",
+                 "desync-report", "checkpoint-exception"}
+#: An exception printed alone may be explained by the lines that follow it.
+MESSAGE_LINES = 5
 #: Lines after the end of a traceback that still belong to its message.
 REACH = 3
 
@@ -44,9 +49,11 @@ def claims(view: View) -> tuple[dict[int, list[Item]], list[Raised], list[Raised
     for number, raised in enumerate(view.raised):
         spans = _spans(raised)
         inside = [item for item in view.items if item.place.log == raised.place.log and not item.event.quoted
+                  and item.event.speaker.mark == raised.traceback.speaker.mark
                   and any(low <= item.line <= high for low, high in spans)]
         known = [i for i in inside if i.rule.role == "initiating" and i.rule.id not in GENERIC]
-        victims = [i for i in inside if i.rule.role == "victim" and i.rule.id not in ("launcher-wrappers",)]
+        victims = [i for i in inside if (i.rule.role == "victim" and i.rule.id != "launcher-wrappers")
+                   or i.rule.id in TELLING_FACTS]
         if any(log == raised.place.log and 0 < raised.traceback.line - line < 60 for log, line in ignored):
             reporters.append(raised)
         elif known:
@@ -87,7 +94,11 @@ def _bare(view: View) -> list[Item]:
     for raised in view.raised:
         spans.setdefault(raised.place.log, []).extend(_spans(raised))
     taken = {(i.place.log, i.line) for i in view.items
-             if i.rule.role in ("initiating", "victim", "noise", "context") and i.rule.id not in GENERIC}
+             if (i.rule.role in ("initiating", "victim", "noise", "context") and i.rule.id not in GENERIC)
+             or i.rule.id in TELLING_FACTS}
+    for item in view.items:
+        if item.rule.role == "initiating" and item.rule.id not in GENERIC and not item.event.quoted:
+            taken.update((item.place.log, item.line - back) for back in range(1, MESSAGE_LINES))
     result = []
     for item in view.of("python-exception"):
         inside = any(low - 1 <= item.line <= high for low, high in spans.get(item.place.log, ()))

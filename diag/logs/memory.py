@@ -18,12 +18,12 @@ _UNITS = {"B": 1, "bytes": 1, "KiB": 2**10, "KB": 2**10, "MiB": 2**20, "MB": 2**
           "TiB": 2**40, "TB": 2**40}
 _FIELDS = {
     "request": rf"Tried to allocate {_SIZE}",
-    "total": rf"(?:total capacity of {_SIZE}|{_SIZE} total capacity)",
+    "total": rf"(?:total capaci?ty of {_SIZE}|{_SIZE} total capacity)",
     "free": rf"(?:of which {_SIZE} is free|{_SIZE} free)",
     "process": rf"this process has {_SIZE} memory in use",
     "allocated": rf"(?:memory {_SIZE} is allocated by PyTorch|{_SIZE} already allocated)",
     "idle": rf"{_SIZE} is reserved by PyTorch but unallocated",
-    "reserved": rf"{_SIZE} reserved in total",
+    "reserved": rf"{_SIZE} (?:reserved in total|cached)",
 }
 _OTHER = re.compile(rf"[Pp]rocess \d+ has {_SIZE} memory in use")
 #: Another process that holds this share of the GPU is the reason, not a by-stander.
@@ -61,7 +61,7 @@ def refine_cuda_oom(view: View, finding: Finding, items: list[Item]) -> Finding:
     if total and "process" in size:
         elsewhere = total - free - size["process"]
     elif total and "reserved" in size:
-        elsewhere = total - free - size["reserved"]
+        elsewhere = total - free - max(size["reserved"], size.get("allocated", 0.0))
     if size.get("others", 0) > SHARED * (total or 1e18) or (elsewhere is not None and total and
                                                            elsewhere > 3 * SHARED * total):
         cause, why = "cuda_oom_shared_gpu", "another process holds much of the same GPU"

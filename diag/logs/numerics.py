@@ -27,6 +27,8 @@ PEAK_SIGMA, PEAK_SHARE = 12.0, 0.15
 FEW, FEW_SHARE = 8, 0.3
 #: Printed losses of the first steps bounce.
 WARM_UP_STEPS = 20
+#: A rise so few points before NaN is the way into it, not a divergence of its own.
+LEAD_POINTS = 10
 SLOW_SHARE, SLOW_SIGMA, SLOW_POINTS = 0.03, 6.0, 3
 
 
@@ -68,10 +70,16 @@ def numeric_findings(view: View) -> list[Finding]:
     if "fp16_loss_scale_collapse" in causes:
         found = [f for f in found if f.cause not in ("loss_spike", "loss_divergence")]
     if "loss_nan" in causes:
-        found = [f for f in found if f.cause not in ("loss_spike",)]
+        began = min(e.line or 0 for f in found if f.cause == "loss_nan" for e in f.evidence)
+        found = [f for f in found if f.cause != "loss_spike" and not (
+            f.cause == "loss_divergence" and _points_between(series, f.evidence[0].line or 0, began) <= LEAD_POINTS)]
     if "loss_degenerate" in causes:
         found = [f for f in found if f.cause not in ("loss_spike", "loss_divergence", "slow_node", "slow_data_io")]
     return found
+
+
+def _points_between(series: Series | None, first: int, last: int) -> int:
+    return sum(first <= p.line < last for p in series.points) if series is not None else 0
 
 
 def _proof(view: View, series: Series, points: list[Progress]) -> list[Evidence]:

@@ -41,7 +41,10 @@ def refine(view: View, finding: Finding) -> Finding:
         finding.summary = f"{subject_of(ranks, [])} reached initialisation only after the others had timed out"
         finding.evidence = [*finding.evidence[:3], *pick_evidence(late)][:7]
         return finding
+    end = epoch_end(view, first) if _small(view) else None
     work = busy_rank(view, first, waiting)
+    if work is not None and end is not None and work[0].rule.id != "prep-work":
+        work = None
     if work is not None and finding.confidence < 0.8:
         item, ranks = work
         finding.cause = "slow_rank_work"
@@ -53,8 +56,7 @@ def refine(view: View, finding: Finding) -> Finding:
         finding.evidence = [*finding.evidence[:4], *pick_evidence([item])][:7]
         return finding
     if finding.cause in ("collective_mismatch", "hang_undetermined") and finding.confidence < 0.8:
-        end = epoch_end(view, first)
-        if end is not None and _small(view):
+        if end is not None:
             finding.cause, finding.confidence = "uneven_batches", 0.62
             finding.summary = f"A rank waits in a small collective at the end of its batches; its peers had fewer " \
                               f"or more of them ({finding.summary})"

@@ -40,15 +40,15 @@ class Waiter:
 def waiters_of(view: View) -> dict[str, dict[int, Waiter]]:
     """Per process group (by name, "0" where the wording has none) and rank: what its watchdog said."""
     groups: dict[str, dict[int, Waiter]] = {}
-    group_of_rank: dict[int, str] = {}
+    group_of_work: dict[tuple[int, int | None], str] = {}
     for item in view.of("watchdog-status", "watchdog-at-work"):
         rank, name = _global_rank(item), _group(item)
         if rank is None:
             continue
         waiter = groups.setdefault(name, {}).setdefault(rank, Waiter(rank))
         waiter.items.append(item)
-        group_of_rank.setdefault(rank, name)
         if "at" in item.groups:
+            group_of_work.setdefault((rank, int(item.groups["at"])), name)
             waiter.at = int(item.groups["at"]) if waiter.at is None else waiter.at
             waiter.timed_out = True
         if "enqueued" in item.groups and waiter.enqueued is None:
@@ -57,7 +57,8 @@ def waiters_of(view: View) -> dict[str, dict[int, Waiter]]:
         rank = _global_rank(item)
         if rank is None:
             continue
-        name = group_of_rank.get(rank, "0")
+        at = int(item.groups["seq"]) if "seq" in item.groups else None
+        name = group_of_work.get((rank, at)) or (next(iter(groups)) if len(groups) == 1 else "default")
         waiter = groups.setdefault(name, {}).setdefault(rank, Waiter(rank))
         waiter.items.append(item)
         waiter.timed_out = True
@@ -65,8 +66,7 @@ def waiters_of(view: View) -> dict[str, dict[int, Waiter]]:
             waiter.op = item.groups.get("op")
             waiter.numel = int(item.groups["numel"]) if "numel" in item.groups else None
             waiter.timeout_ms = int(item.groups["timeout"])
-            if "seq" in item.groups and waiter.at is None:
-                waiter.at = int(item.groups["seq"])
+            waiter.at = at if waiter.at is None else waiter.at
     return groups
 
 
@@ -78,9 +78,13 @@ def _global_rank(item: Item) -> int | None:
 
 
 def _group(item: Item) -> str:
-    """The group's description or number; "default" for the world group under any of its names."""
-    name = item.groups.get("desc") or item.groups.get("desc2") or item.groups.get("pg") or "0"
-    return "default" if name in ("default_pg", "0") else name
+    """The group: "default" for the world group under any of its names, else description and GUID. Numbers of groups
+    are local to a rank and are used only where the wording has nothing else."""
+    groups = item.groups
+    name = groups.get("desc") or groups.get("desc2") or ""
+    if name == "default_pg" or groups.get("guid") == "0" or (not name and groups.get("pg") == "0"):
+        return "default"
+    return f"{name} {groups['guid']}".strip() if "guid" in groups else name or f"group {groups.get('pg', '?')}"
 
 
 def timeout_finding(view: View) -> Finding | None:

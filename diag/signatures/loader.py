@@ -128,10 +128,11 @@ def format_says(says: str, groups: dict[str, str | None]) -> str:
 
 def to_rule(signature: Signature) -> Rule:
     """The part of `signature` that scanning needs."""
+    literals, caseless = required_literals(signature.pattern)
     sure = min(signature.sure, TRIAL_CAP) if signature.trial else signature.sure
     return Rule(id=signature.id, pattern=signature.pattern, role=signature.role, cause=signature.cause,
                 severity=signature.severity, says=signature.says, all=signature.all, none=signature.none,
-                blames=signature.blames, sure=sure, literals=required_literals(signature.pattern))
+                blames=signature.blames, sure=sure, literals=literals, caseless=caseless)
 
 
 @cache

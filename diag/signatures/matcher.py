@@ -1,7 +1,9 @@
-"""Finding the lines that signatures match: hyperscan where it is installed, `re` elsewhere, with the same results.
+"""Finding the lines that signatures match: hyperscan where it is installed, `bytes.find` elsewhere, same results.
 
-Either engine only proposes places; `verify` decides on the single line, so both agree by construction. A proposal is
-(offset just past the hit, index of the rule).
+Either engine only proposes places where a literal stands that a rule's match must contain; `verify` decides on the
+single line, so both agree by construction. (The automaton is built from literals and not from the expressions: with
+many expressions together, current hyperscan builds miss matches; `tests/diag/signatures` holds an example.) A
+proposal is (offset just past the literal, index of the rule).
 """
 
 from __future__ import annotations
@@ -18,74 +20,84 @@ class Matcher(Protocol):
     def propose(self, block: bytes) -> list[tuple[int, int]]: ...
 
 
+def _table(rules: list[Rule]) -> tuple[list[tuple[bytes, bool]], list[list[int]], list[int]]:
+    """(literal, caseless) in order, the rules behind each, and the rules that have no literal."""
+    places: dict[tuple[bytes, bool], list[int]] = {}
+    bare: list[int] = []
+    for index, rule in enumerate(rules):
+        if not rule.literals:
+            bare.append(index)
+        for text in rule.literals:
+            places.setdefault((text.encode(), rule.caseless), []).append(index)
+    return list(places), list(places.values()), bare
+
+
+def _unanchored(block: bytes, patterns: list[tuple[int, re.Pattern[bytes]]]) -> list[tuple[int, int]]:
+    """Places of rules without any literal: their expression is searched for over the whole block."""
+    return [(found.end(), index) for index, pattern in patterns for found in pattern.finditer(block)]
+
+
+def _compiled(rules: list[Rule], bare: list[int]) -> list[tuple[int, re.Pattern[bytes]]]:
+    return [(index, re.compile(rules[index].pattern.encode(), re.MULTILINE)) for index in bare]
+
+
 class HyperscanMatcher:
-    """All rules in one automaton. A database is compiled once and then read from the cache."""
+    """All literals in one automaton. A database is compiled once and then read from the cache."""
 
     def __init__(self, rules: list[Rule], serialised: bytes | None = None) -> None:
         import hyperscan
 
+        literals, self.owners, bare = _table(rules)
+        self.bare = _compiled(rules, bare)
         if serialised is not None:
             self.database = hyperscan.loadb(serialised, hyperscan.HS_MODE_BLOCK)
             self.database.scratch = hyperscan.Scratch(self.database)
         else:
-            # PREFILTER lets rules use look-arounds: the automaton then matches a superset, and `verify` the rest.
-            flags = hyperscan.HS_FLAG_MULTILINE | hyperscan.HS_FLAG_PREFILTER | hyperscan.HS_FLAG_ALLOWEMPTY
-            expressions = [_plain(rule.pattern).encode() for rule in rules]
+            flags = [hyperscan.HS_FLAG_CASELESS if caseless else 0 for _, caseless in literals]
             self.database = hyperscan.Database(mode=hyperscan.HS_MODE_BLOCK)
-            self.database.compile(expressions=expressions, ids=list(range(len(rules))), elements=len(rules),
-                                  flags=[flags] * len(rules))
+            self.database.compile(expressions=[text for text, _ in literals], ids=list(range(len(literals))),
+                                  elements=len(literals), flags=flags, literal=True)
 
     def serialise(self) -> bytes:
+        """The compiled database, for the cache."""
         import hyperscan
 
         return bytes(hyperscan.dumpb(self.database))
 
     def propose(self, block: bytes) -> list[tuple[int, int]]:
-        hits: list[tuple[int, int]] = []
-        keep = hits.append
+        """All places in order."""
+        raw: list[tuple[int, int]] = []
+        keep = raw.append
 
-        def found(rule: int, _start: int, end: int, _flags: int, _context: object) -> None:
-            keep((end, rule))
+        def found(literal: int, _start: int, end: int, _flags: int, _context: object) -> None:
+            keep((end, literal))
 
         self.database.scan(block, match_event_handler=found)
+        owners = self.owners
+        hits = [(end, rule) for end, literal in raw for rule in owners[literal]]
+        hits += _unanchored(block, self.bare)
         hits.sort()
         return hits
 
 
 class ReMatcher:
-    """The same with the standard library: a literal search per rule, then the expression on the lines hit."""
+    """The same with the standard library: one search per literal."""
 
     def __init__(self, rules: list[Rule]) -> None:
-        self.rules = rules
-        self.needles = [[text.encode() for text in rule.literals] for rule in rules]
+        self.literals, self.owners, bare = _table(rules)
+        self.bare = _compiled(rules, bare)
 
     def propose(self, block: bytes) -> list[tuple[int, int]]:
+        """All places in order."""
+        lower = block.lower()
         hits: list[tuple[int, int]] = []
-        for index, needles in enumerate(self.needles):
-            if needles:
-                hits.extend((end, index) for needle in needles for end in _ends(block, needle))
-            else:
-                pattern = re.compile(self.rules[index].pattern.encode(), re.MULTILINE)
-                hits.extend((found.end(), index) for found in pattern.finditer(block))
+        for (text, caseless), owners in zip(self.literals, self.owners, strict=True):
+            where = lower if caseless else block
+            at = where.find(text)
+            while at >= 0:
+                end = at + len(text)
+                hits.extend((end, rule) for rule in owners)
+                at = where.find(text, at + 1)
+        hits += _unanchored(block, self.bare)
         hits.sort()
         return hits
-
-
-def _ends(block: bytes, needle: bytes) -> list[int]:
-    """Just past each occurrence of `needle`, once per line."""
-    ends = []
-    at = block.find(needle)
-    while at >= 0:
-        ends.append(at + len(needle))
-        line_end = block.find(b"\n", at)
-        cr = block.find(b"\r", at, line_end if line_end >= 0 else len(block))
-        stop = cr if cr >= 0 else line_end
-        if stop < 0:
-            break
-        at = block.find(needle, stop)
-    return ends
-
-
-def _plain(pattern: str) -> str:
-    """`pattern` in the dialect of hyperscan: groups without names."""
-    return re.sub(r"\(\?P<\w+>", "(?:", pattern)

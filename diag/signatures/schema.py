@@ -81,5 +81,6 @@ class Rule(msgspec.Struct, kw_only=True, frozen=True):
     none: list[str]
     blames: Blame
     sure: float
-    #: literals one of which every match contains; empty when none could be derived (`re` fallback scans all lines)
+    #: literals one of which every match contains; empty when none could be derived: then it is searched for by `re`
     literals: list[str]
+    caseless: bool = False
