@@ -161,7 +161,10 @@ def warm_up_end(log: MetricsLog, config: RunConfig | None) -> int:
 def _judge_layer(
     number: int, base: Sequence[RouterWindow], warm_up: int, log: MetricsLog, config: RunConfig | None
 ) -> Layer | None:
-    experts = max((len(w.counts) for w in base), default=0) or int((config and config.number("model.moe.experts")) or 0)
+    lengths = [len(w.counts) for w in base if w.counts]
+    configured = config.number("model.moe.experts") if config else None
+    experts = max(set(lengths), key=lengths.count) if lengths else int(configured or 0)
+    base = [w for w in base if len(w.counts) == experts or not lengths]  # a damaged line has another length
     if experts < 2:
         return None
     top_k = top_k_of(base, log, config)

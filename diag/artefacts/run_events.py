@@ -88,7 +88,7 @@ def read(source: Source) -> EventLog | Unreadable:
                 try:
                     _take(log, msgspec.json.decode(line), number)
                     good += 1
-                except (ValueError, TypeError, RecursionError):
+                except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
                     bad = bad or number
     except ArtefactError as error:
         log.problem, log.problem_severity = f"{error}; read up to line {number:,}", "warning"

@@ -115,7 +115,8 @@ def _well(layers: list[Layer], dropping: list[Layer]) -> Iterator[Finding]:
     everything = len(well) == len(layers)
     who = f"all {len(layers)} MoE layers" if everything and len(layers) > 1 else _layers(well)
     recovered = [layer for layer in well if layer.state == "recovered"]
-    note = f"; {_layers(recovered)} was uneven before and has recovered" if recovered else ""
+    verb = "was uneven before and has" if len(recovered) == 1 else "were uneven before and have"
+    note = f"; {_layers(recovered)} {verb} recovered" if recovered else ""
     if all(layer.state == "unjudged" for layer in well):
         summary = f"Routing of {who} cannot be judged yet: too few tokens, or recorded during warm-up only."
     else:

@@ -154,6 +154,13 @@ def test_layers_are_judged_apart_and_experts_of_every_token_not_at_all(tmp_path:
     assert judge(metrics(tmp_path, rows), conf(experts=2, top_k=2)) == []
 
 
+def test_a_record_of_another_length_is_left_out(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = ({"step": s, "router/1/counts": [9] if s == 50 else route(8, 2, 512, rng)} for s in range(1, 200))
+    (layer,) = judge(metrics(tmp_path, rows), conf())
+    assert (layer.experts, layer.state) == (8, "balanced")
+
+
 def test_a_long_run_is_folded_without_losing_a_token() -> None:
     log = RouterLog()
     for step in range(1, 10 * MAX_WINDOWS):
