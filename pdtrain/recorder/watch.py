@@ -16,12 +16,14 @@ Modules in evaluation mode are not measured.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+Hook = Callable[[Tensor], None]
 
 _NOBODY = -1
 _FORWARD, _BACKWARD = 0, 1
@@ -45,11 +47,12 @@ class ModuleTimer:
         self._active = (steps_done + 1) % self._every == 0
         self._handles = []
         for index, group in enumerate(modules.values()):
+            forward, backward = 2 * index + _FORWARD, 2 * index + _BACKWARD
+            begins, ends = partial(self._begin_backward, backward), partial(self._end_backward, backward)
             for module in group:
-                self._handles.append(
-                    module.register_forward_pre_hook(partial(self._begin, 2 * index), with_kwargs=True)
-                )
-                self._handles.append(module.register_forward_hook(partial(self._end, 2 * index)))
+                self._handles.append(module.register_forward_pre_hook(
+                    partial(self._begin, forward, backward, ends), with_kwargs=True))
+                self._handles.append(module.register_forward_hook(partial(self._end, begins)))
 
     def take(self) -> dict[str, float]:
         """Seconds per measured step in each group since the last call; `<group>/forward` and `/backward` beside it.
@@ -86,28 +89,27 @@ class ModuleTimer:
 
     # The hooks. They run some hundred times per step: no work when the step is not measured.
 
-    def _begin(self, group: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin(self, forward: int, backward: int, ends: Hook, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._active or not module.training:
             return
         self._touched = True
         self._before.append(self._clock.counting)
-        self._clock.turn(group + (_BACKWARD if self._in_backward else _FORWARD))
+        self._clock.turn(backward if self._in_backward else forward)
         if torch.is_grad_enabled():
             for tensor in _with_history(args):
-                tensor.register_hook(partial(self._end_backward, group + _BACKWARD))
+                tensor.register_hook(ends)
             if kwargs:
                 for tensor in _with_history(kwargs):
-                    tensor.register_hook(partial(self._end_backward, group + _BACKWARD))
+                    tensor.register_hook(ends)
 
-    def _end(self, group: int, module: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, begins: Hook, module: nn.Module, args: Any, output: Any) -> None:
         if not self._before or not self._active or not module.training:
             return
         self._clock.turn(self._before.pop())
         if torch.is_grad_enabled():
-            given = {id(tensor) for tensor in _with_history(args)}
             for tensor in _with_history(output):
-                if id(tensor) not in given:  # what is only passed through has no backward here
-                    tensor.register_hook(partial(self._begin_backward, group + _BACKWARD))
+                if not any(tensor is given for given in args):  # what is passed through has no backward here
+                    tensor.register_hook(begins)
 
     def _begin_backward(self, group: int, grad: Tensor) -> None:
         if not self._in_backward:
@@ -189,17 +191,16 @@ def _on_cuda(model: nn.Module) -> bool:
     return parameter is not None and parameter.is_cuda
 
 
-def _with_history(value: Any) -> Iterator[Tensor]:
+def _with_history(value: Any) -> list[Tensor]:
     """The tensors in an input or output that a backward pass will visit; looks into containers and dataclasses."""
-    if isinstance(value, Tensor):
-        if value.grad_fn is not None:  # hooks on a leaf would stay there from step to step
-            yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _with_history(item)
+    if isinstance(value, Tensor):  # hooks on a leaf would stay there from step to step
+        return [value] if value.requires_grad and not value.is_leaf else []
+    if isinstance(value, (tuple, list)):
+        items: Any = value
     elif isinstance(value, dict):
-        for item in value.values():
-            yield from _with_history(item)
+        items = value.values()
     elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            yield from _with_history(getattr(value, name))
+        items = [getattr(value, name) for name in value.__dataclass_fields__]
+    else:
+        return []
+    return [tensor for item in items for tensor in _with_history(item)]
