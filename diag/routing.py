@@ -292,7 +292,7 @@ def top_k_of(base: Sequence[RouterWindow], log: MetricsLog, config: RunConfig | 
     configured = config.number("model.moe.top_k") if config else None
     recorded = next((w.mean("top_k") for w in base if w.mean("top_k") is not None), None)
     if configured or recorded:
-        return int(configured or recorded or 0) or None
+        return max(int(configured or recorded or 0), 0) or None
     tokens = log.series.get("tokens")
     if tokens is None or len(tokens.steps) < 2:
         return None
@@ -324,9 +324,9 @@ def _drops(
     rate = item.window.mean("drop_rate")
     if rate is None or config is None or top_k is None:
         return rate, None
-    factor = config.number("model.moe.capacity_factor")
-    micro, length = config.number("train.micro_batch"), config.number("train.sequence_length")
-    if not factor or not micro or not length:
+    factor = config.number("model.moe.capacity_factor") or 0.0
+    micro, length = config.number("train.micro_batch") or 0.0, config.number("train.sequence_length") or 0.0
+    if min(factor, micro, length) <= 0:
         return rate, None
     tokens = micro * length
     least = config.number("model.moe.min_capacity") or 0

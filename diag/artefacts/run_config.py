@@ -34,9 +34,11 @@ class RunConfig(Artefact):
         return value
 
     def number(self, key: str) -> float | None:
-        """As `get`, for numbers only."""
+        """As `get`, for finite numbers of a sane size only: TOML knows nan and inf, and files are untrusted."""
         value = self.get(key)
-        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return None
+        return float(value) if abs(value) < 1e15 else None  # a nan compares false
 
 
 ARTEFACT = RunConfig

@@ -154,6 +154,17 @@ def test_layers_are_judged_apart_and_experts_of_every_token_not_at_all(tmp_path:
     assert judge(metrics(tmp_path, rows), conf(experts=2, top_k=2)) == []
 
 
+@pytest.mark.parametrize("line", ["top_k = -3", "top_k = nan", "top_k = 1e300", "capacity_factor = inf",
+                                  "capacity_factor = -1.0", "experts = true", "top_k = 'two'"])
+def test_nonsense_in_the_configuration_is_not_used(tmp_path: Path, line: str) -> None:
+    text = config(capacity=1.25)
+    key = line.split(" =")[0]
+    text = "\n".join(line if row.startswith(f"{key} =") else row for row in text.splitlines())
+    settings = read_config(memory_source(text.encode(), "config.toml"))
+    assert isinstance(settings, RunConfig)
+    assert one_layer(tmp_path, 200, lambda s: None, settings=settings, drop_rate=0.0).state == "balanced"
+
+
 def test_a_record_of_another_length_is_left_out(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     rows = ({"step": s, "router/1/counts": [9] if s == 50 else route(8, 2, 512, rng)} for s in range(1, 200))
