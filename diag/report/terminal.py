@@ -75,10 +75,15 @@ class _Page:
         self.evidence(finding.evidence)
 
     def evidence(self, items: list[Evidence]) -> None:
+        """Place and text of each item; further lines of the same file as `:line  text`."""
+        path = None
         for index, item in enumerate(items[: model.MAX_EVIDENCE]):
+            if item.path == path and item.line is not None:
+                self.line(f":{item.line}  {item.text}")
+                continue
+            path = item.path
             place = printable(model.place(item.path, item.line, item.offset))
-            extra = f"  rank {item.rank}" if item.rank is not None else ""
-            self.field("evidence" if not index else "", f"{place}{extra}", "cyan")
+            self.place("evidence" if not index else "", place, item.rank)
             self.line(item.text)
         if len(items) > model.MAX_EVIDENCE:
             more = len(items) - model.MAX_EVIDENCE
@@ -128,8 +133,8 @@ class _Page:
     def closing(self, report: Report, root: Finding | None) -> None:
         if report.inputs:
             self.field("read", model.inputs_line(report), "dim")
-        for note in report.not_checked:
-            self.field("not checked", note, "dim")
+        for index, note in enumerate(report.not_checked):
+            self.field("not checked" if not index else "", note, "dim")
         playbook = root.playbook if root else next((f.playbook for f in report.findings if f.severity != "info"), None)
         if playbook:
             self.field("playbook", f"pdtrain playbook show {playbook}", "bold")
@@ -149,6 +154,14 @@ class _Page:
 
         body = printable(text)
         self._hanging(Text(label, style=label_style), Text(body, style=style), LABEL + 2, hang)
+
+    def place(self, label: str, place: str, rank: int | None) -> None:
+        """A path with its line, never broken: it is there to be copied."""
+        from rich.text import Text
+
+        extra = f"  rank {rank}" if rank is not None else ""
+        text = Text.assemble((f"{label:<{LABEL + 2}}", "dim"), (place, "cyan"), (extra, "dim"))
+        self.console.print(text, soft_wrap=True)
 
     def line(self, text: str, style: str = "") -> None:
         """An evidence line, indented under its place."""

@@ -42,13 +42,20 @@ def test_golden(name: str) -> None:
     assert text == path.read_text(encoding="utf-8"), f"{name} changed; see this module's docstring"
 
 
-@pytest.mark.parametrize("width", [40, 80, 120, 200])
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_terminal_lines_fit_the_width_and_say_the_same(width: int) -> None:
     text = terminal.render(report(), width=width, wrap=True)
     assert max(map(len, text.splitlines())) <= width
     for word in ("FAILED", "peer_exception", "rank 3", "stderr.log:1211", "do this", "not checked", "playbook show"):
         assert word.replace(" ", "") in "".join(text.split())
     assert "".join(text.split()).endswith("pdtrainplaybookshowpeer-exception")  # the last line is read first
+
+
+def test_a_path_is_never_broken() -> None:
+    path = "/scratch/" + "deep/" * 30 + "stderr.log"
+    finding = Finding(cause="cuda_oom", role="root", severity="fatal", summary="x",
+                      evidence=[Evidence(path=path, line=7, text="x")])
+    assert f"{path}:7" in terminal.render(Report(verdict="failed", headline="x", findings=[finding]), wrap=True)
 
 
 def test_colour_changes_no_word() -> None:
