@@ -107,11 +107,11 @@ def identify(logs: list[Log]) -> Identity:
                 who.host_of.setdefault(log.name_rank, log.name_host)
         if log.name_host:
             who.hosts.add(log.name_host)
-        for item in (*log.tracebacks, *log.progress):
-            if item.speaker.rank is not None:
-                who.ranks.add(item.speaker.rank)
-            if item.speaker.host is not None:
-                who.hosts.add(item.speaker.host)
+        for speaker in (*(t.speaker for t in log.tracebacks), *(p.speaker for p in log.progress)):
+            if speaker.rank is not None:
+                who.ranks.add(speaker.rank)
+            if speaker.host is not None:
+                who.hosts.add(speaker.host)
     if who.world is not None and who.ranks and max(who.ranks) >= who.world:
         who.world = None  # group-local numbers or several jobs: no statement about the world
     return who

@@ -21,11 +21,12 @@ ARTEFACT = Log
 
 #: Text files that lie beside logs and are none.
 _OTHER_SUFFIXES = {".py", ".md", ".rst", ".toml", ".yaml", ".yml", ".json", ".csv", ".tsv", ".sh", ".slurm", ".html",
-                   ".ipynb", ".cfg", ".ini", ".conf", ".c", ".cpp", ".cu", ".h", ".hpp", ".tex", ".xml", ".lock", ".svg"}
+                   ".ipynb", ".cfg", ".ini", ".conf", ".c", ".cpp", ".cu", ".h", ".hpp", ".tex", ".xml", ".lock",
+                   ".svg"}
 _LOG_SUFFIXES = {".log", ".out", ".err", ".txt", ".stdout", ".stderr", ".dmesg", ".console"}
 _LOG_LINE = re.compile(
-    rb"\d\d:\d\d:\d\d|\[rank ?\d+\]|\[[a-z]+\d+\]:|NCCL (?:INFO|WARN)|Traceback \(most|NVRM: |slurmstepd|\biteration +\d+/"
-    rb"|\bstep[ :=]+\d+|\bloss[ :=']|\bepoch[ :=]+\d|(?:INFO|WARNING|ERROR|DEBUG)[ :\]]|%\|", re.I)
+    rb"\d\d:\d\d:\d\d|\[rank ?\d+\]|\[[a-z]+\d+\]:|NCCL (?:INFO|WARN)|Traceback \(most|NVRM: |slurmstepd"
+    rb"|\biteration +\d+/|\bstep[ :=]+\d+|\bloss[ :=']|\bepoch[ :=]+\d|(?:INFO|WARNING|ERROR|DEBUG)[ :\]]|%\|", re.I)
 
 _FILE_RANK = re.compile(r"(?:^|[._-])(?:rank|global_rank|task)[._=-]?(\d{1,6})(?=[._-]|$)", re.I)
 _TREE = re.compile(r"(?:^|/)attempt_(\d+)/(\d+)/(?:stdout|stderr)\.log$|(?:^|/)attempt_(\d+)/(\d+)/error\.json$")
@@ -51,7 +52,8 @@ def sniff(head: bytes, name: str) -> float:
         return 0.15 if logged and suffix not in (".py", ".md", ".rst", ".html", ".ipynb", ".sh", ".json") else 0.0
     if sample.lstrip()[:1] in (b"{", b"["):
         return 0.2 if suffix not in _LOG_SUFFIXES else 0.3
-    return 0.4 if logged or suffix in _LOG_SUFFIXES or re.search(r"log|dmesg|slurm|syslog|messages", name, re.I) else 0.2
+    named = suffix in _LOG_SUFFIXES or re.search(r"log|dmesg|slurm|syslog|messages", name, re.I)
+    return 0.4 if logged or named else 0.2
 
 
 def read(source: Source) -> Artefact:

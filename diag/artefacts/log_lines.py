@@ -27,12 +27,15 @@ _BRACKET_HOST = re.compile(r"^\[([A-Za-z][\w.-]*?[-_.]?\d[\w.-]*)\](?!:\[)")
 #: words before a number in brackets that do not name hosts
 _NOT_HOSTS = re.compile(r"^(?:rank|default|worker|trainer|titan|step|epoch|iter|iteration|batch|layer|gpu|cuda|dp|pp|tp"
                         r"|py|v|attempt|sha|torch|llama|h\d|a\d|nccl|ib|mlx|info|warn|err|debug|node)\W?\d*$", re.I)
+_SYSLOG_HOST = re.compile(r"(?:^|[\s|>)])(?:[A-Z][a-z]{2} {1,2}\d{1,2} \d\d:\d\d:\d\d|\d{4}-\d\d-\d\dT\S+) ([\w.-]+) "
+                          r"(?:kernel|systemd|slurmd|slurmstepd|nvidia\S*|dmesg|python\d?)(?:\[\d+\])?: ")
 _WORD_RANK = re.compile(r"\[(?:Rank|RANK|GLOBAL_RANK)[ :]?(\d{1,6})\]|\bRank (\d{1,6})\]|\brank=(\d{1,6})\]"
-                        r"|(?:(?<=^)|(?<=[\]:|>-] )|(?<=[\[(]))(?:Rank|RANK|rank|GLOBAL_RANK)[ :=#]{1,2}(\d{1,6})\b(?! and)")
+                        r"|(?:(?<=^)|(?<=[\]:|>-] )|(?<=[\[(]))(?:Rank|RANK|rank|GLOBAL_RANK)[ :=#]{1,2}(\d{1,6})\b"
+                        r"(?! and)")
 _LOCAL = re.compile(r"\b(?:local[_ -]?rank|LOCAL_RANK)[\"']?[ :=]+(\d{1,3})\b")
 _PID = re.compile(r"\b(?:pid|PID|proc)[ :=]+(\d{2,8})\b")
 
-_MONTHS = {m: i for i, m in enumerate("jan feb mar apr may jun jul aug sep oct nov dec".split(), 1)}
+_MONTHS = {name.lower(): number for number, name in enumerate(calendar.month_abbr) if name}
 _ISO = re.compile(r"(\d{4})[-/](\d\d)[-/](\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?\s?(Z|[+-]\d\d:?\d\d)?")
 _GLOG = re.compile(r"(?:^|[\[\]:\s])[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)(?:\.(\d{1,9}))?")
 _US = re.compile(r"\[(\d\d)/(\d\d)/(\d\d(?:\d\d)?),? (\d\d):(\d\d):(\d\d)")
@@ -54,7 +57,8 @@ class Style:
 
 def style_of(head: bytes) -> Style:
     """The style of a file from its first 64 KiB. A leading "3: " is a task number only when most lines have one."""
-    lines = [line for line in head[:65_536].decode("utf-8", "replace").splitlines()[:400] if line.strip()]
+    text = head[:65_536].decode("utf-8", "replace")
+    lines = [line for line in map(clean, text.splitlines()[:400]) if line]
     if not lines:
         return Style()
     srun = sum(bool(_SRUN.match(line)) for line in lines)
@@ -107,6 +111,8 @@ def speaker_of(text: str, at: int = 0, style: Style = Style()) -> Speaker:  # no
         mark = mark or f"{nccl[1]}:{nccl[2]}"
     if host is None and (found_host := _BRACKET_HOST.match(text)) and not _NOT_HOSTS.match(found_host[1]):
         host, mark = found_host[1], mark or found_host[0]
+    if host is None and (found_host := _SYSLOG_HOST.search(text[:_TIME_WINDOW])):
+        host = found_host[1]
     if host is None and (found_host := re.match(r"^\[(node[-_]?\d[\w.-]*)\]", text)):
         host, mark = found_host[1], mark or found_host[0]
     if rank is None:

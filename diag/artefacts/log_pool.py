@@ -125,7 +125,7 @@ def _forked(sources: Sequence[Source], catalogue: Catalogue, tasks: list[Task], 
                 reading, writing = os.pipe()
                 pid = os.fork()
                 if pid == 0:
-                    _child(writing, [fd for fd in (reading, *buffers)], sources, catalogue, tasks, share, budget)
+                    _child(writing, [reading, *buffers], sources, catalogue, tasks, share, budget)
                 os.close(writing)
                 children[reading] = pid
                 buffers[reading] = bytearray()

@@ -20,7 +20,7 @@ _PAIR = re.compile(rf"['\"]([\w./ -]+)['\"]: ['\"]?({_NUMBER})['\"]?(?=[,}}])", 
 _FIELD = re.compile(rf"([A-Za-z_][\w./() -]*?)\s*[:=]\s*({_NUMBER})(?![\w:])", re.I)
 _OLMO = re.compile(r"\[step=(\d+)(?:/(\d+))?")
 _OLMO_VALUE = re.compile(rf"^\s{{2,}}([\w./ ()-]+)=({_NUMBER})\s*$", re.I)
-_TQDM = re.compile(r"(?P<desc>[^|\r]{0,80}?):?\s+\d+%\|.*?\|\s*(?P<n>\d+)/(?P<total>\d+) \[(?P<spent>[\d:]+)<(?P<left>[\d:?]+)"
+_TQDM = re.compile(r"(?P<desc>[^|\r]{0,80}?):?\s+\d+%\|.*?\|\s*(?P<n>\d+)/(?P<total>\d+) \[[\d:]+<[\d:?]+"
                    r"(?P<rest>[^\]]*)")
 _EPOCH = re.compile(r"Epoch:?\s*\[(\d+)\]\s*\[\s*(\d+)/(\d+)\]")
 _STEP = re.compile(r"(?:^|[\s\[(,|\"'{])(?:global[_ ]?step|train[_ ]?step|step|iter(?:ation)?|batch(?:_idx)?|"

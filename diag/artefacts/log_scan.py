@@ -6,6 +6,7 @@ Python. Tracebacks may continue into the next block, so one block of look-ahead 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -13,7 +14,7 @@ import msgspec
 
 from diag.artefacts import traceback as tracebacks
 from diag.artefacts.log_facts import Event, Progress, Sample, Traceback
-from diag.artefacts.log_lines import Style, clean, speaker_of, time_of
+from diag.artefacts.log_lines import ANSI, Style, clean, speaker_of, time_of
 from diag.artefacts.log_progress import find_progress
 from diag.artefacts.traceback import TextLine
 from diag.signatures import Catalogue, Rule, verify
@@ -33,6 +34,7 @@ CHATTY_COUNT, CHATTY_TRIES = 24, 4000
 #: Text within this distance behind a traceback's start belongs to it.
 CONTEXT = 96 << 10
 TAIL = 64 << 10
+_ESCAPES = re.compile(ANSI.pattern.encode())
 
 
 class Facts(msgspec.Struct):
@@ -53,11 +55,12 @@ class Facts(msgspec.Struct):
         """Move all places by so many lines and bytes: this scan began in the middle of a file."""
         if not lines and not offset:
             return
-        for item in (*self.events, *self.progress, *self.tail, *self.rare):
+        placed: list[Event | Progress | Sample] = [*self.events, *self.progress, *self.tail, *self.rare]
+        for item in placed:
             item.line += lines
             item.offset += offset
-        for item in self.tracebacks:
-            node: Traceback | None = item
+        for traceback in self.tracebacks:
+            node: Traceback | None = traceback
             while node is not None:
                 node.line, node.end_line, node.offset = node.line + lines, node.end_line + lines, node.offset + offset
                 node = node.cause
@@ -101,6 +104,8 @@ class Scan:
             stop = _stop(block, end - 1)
             low, high = max(start, end - KEEP), min(stop, end + KEEP)
             segment = block[low:high]
+            if b"\x1b" in segment:
+                segment = _ESCAPES.sub(b"", segment)
             match = verify(rule, segment)
             if match is None:
                 continue

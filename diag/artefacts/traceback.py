@@ -21,6 +21,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<func
 _TYPE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*(?:\([\w.]+\))?)(?::(?: (?P<message>.*)|$)|$)")
 _SUFFIXES = ("Error", "Exception", "Interrupt", "Exit", "Warning", "Iteration", "Timeout", "Failure", "Failed", "Abort",
              "Killed", "Group", "Stop", "Unavailable", "NotFound", "Error)", "Exception)")
+_CODE = re.compile(r"[()=\[\]{}]|^(?:return|raise|self|for|with|import|from)\b")
 _CHAIN = ("The above exception was the direct cause of the following exception:",
           "During handling of the above exception, another exception occurred:")
 _PROCESS = re.compile(r"-- Process (\d+) terminated with the following error")
@@ -28,6 +29,7 @@ _FOREIGN = re.compile(r"^\s*(?:\[rank ?\d+\]|\[[A-Za-z_]\w*?\d+\]:|\([\w.]+ pid=
                       r"\[?\d{4}-\d\d-\d\d[ T]|\[\d\d/\d\d/\d|WARNING:|ERROR:|INFO:|={20}|-{20}|srun: |slurmstepd: |"
                       r"terminate called|Exception raised from|frame #\d)")
 
+_LIBRARY = re.compile(r"site-packages|dist-packages|/lib(?:64)?/python[\d.]+/|^<|/torch/|\bray/_private")
 #: Type names that only report what happened to another process or rank.
 WRAPPERS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "CalledProcessError",
             "RayTaskError", "SignalException", "SystemExit")
@@ -83,7 +85,8 @@ def parse(lines: Sequence[TextLine], start: int, speaker: Speaker) -> tuple[Trac
                 continue  # another writer began at the same moment
             break
         if frame := _FRAME.search(stripped):
-            frames.append(Frame(file=frame["file"], line=int(frame["line"]), function=(frame["function"] or "").strip()))
+            name = (frame["function"] or "").strip()
+            frames.append(Frame(file=frame["file"], line=int(frame["line"]), function=name))
             quoted.add(line.number)
             continue
         if content[:1] in (" ", "\t", "│", "|"):
@@ -114,7 +117,7 @@ def chained(lines: Sequence[TextLine], after: int) -> bool:
 def user_frame(traceback: Traceback) -> Frame | None:
     """The innermost frame in the user's own code; the innermost of all when every frame is in a library."""
     for frame in reversed(traceback.frames):
-        if not re.search(r"site-packages|dist-packages|/lib(?:64)?/python[\d.]+/|^<|/torch/|\bray/_private", frame.file):
+        if not _LIBRARY.search(frame.file):
             return frame
     return traceback.frames[-1] if traceback.frames else None
 
@@ -178,4 +181,4 @@ def _process(lines: Sequence[TextLine], start: int) -> int | None:
 
 def _could_be_torn(text: str) -> bool:
     """A piece of a source line that lost its indentation when two ranks wrote at once."""
-    return bool(re.search(r"[()=\[\]{}]|^(?:return|raise|self|for|with|import|from)\b", text)) and not text[:1].isupper()
+    return bool(_CODE.search(text)) and not text[:1].isupper()

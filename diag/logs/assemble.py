@@ -57,12 +57,10 @@ def findings_of(view: View) -> list[Finding]:
     survived(view, found)
     alive = [f for f in found if SEVERITY_ORDER[f.severity] >= SEVERITY_ORDER["warning"]]
     if not [f for f in alive if f.cause not in ("scheduler_time_limit", "slow_node", "loss_spike")]:
-        for make in (jit_lock, silence):
-            finding = make(view)
-            if finding is not None:
-                found.append(finding)
-                alive.append(finding)
-                break
+        quiet = jit_lock(view) or silence(view)
+        if quiet is not None:
+            found.append(quiet)
+            alive.append(quiet)
     if not alive:
         promoted = promote(view)
         found.extend(promoted)

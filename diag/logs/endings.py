@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from diag.logs.known import pick_evidence, subject_of
 from diag.identity import expand_tasks
+from diag.logs.known import pick_evidence, subject_of
 from diag.logs.view import Item, Place, View, evidence
 from diag.schema import Evidence, Finding, Where
 
@@ -85,8 +85,7 @@ def attach_exits(view: View, finding: Finding) -> None:
 
 def jit_lock(view: View) -> Finding | None:
     """Everybody announced a JIT build and nobody ever loaded it; no error. The usual stale lock."""
-    batons = [i for i in view.of("file-baton")]
-    if batons:
+    if view.of("file-baton"):
         return None  # the signature says it outright
     starts, loaded = view.of("extension-root", "fused-kernels-wait"), view.of("extension-loaded", "fused-kernels-done")
     if not starts or view.progress:
@@ -101,8 +100,8 @@ def jit_lock(view: View) -> Finding | None:
     if len(after) > 12:
         return None
     return Finding(cause="jit_build_lock", severity="error", confidence=0.68,
-                   summary="The log ends while a JIT-compiled extension is awaited: a build lock left behind blocks all "
-                           "ranks", evidence=pick_evidence(starts[-3:]), where=Where())
+                   summary="The log ends while a JIT-compiled extension is awaited: a build lock left behind blocks "
+                           "all ranks", evidence=pick_evidence(starts[-3:]), where=Where())
 
 
 def silence(view: View) -> Finding | None:
@@ -122,7 +121,7 @@ def silence(view: View) -> Finding | None:
         if other != index and start is not None:
             later += [(0, time) for _, time in item.clock if time > start]
     end = max((time for _, time in later if time is not None), default=None)
-    stopped = view.of("keyboard-interrupt", "slurm-time-limit", "slurm-cancelled", "import-site")
+    stopped = view.of("keyboard-interrupt", "slurm-time-limit", "slurm-cancelled", "import-site", "stuck-said")
     stopped = [i for i in stopped if i.place.before(Place(index, point.line, start)) is not True]
     gap = end - start if end is not None and start is not None else None
     if gap is None and len(later) >= 2:
@@ -130,7 +129,7 @@ def silence(view: View) -> Finding | None:
         gap = max(times) - min(times)
     usual = _interval(view, index)
     long = gap is not None and gap > max(SILENCE_SECONDS, SILENCE_INTERVALS * (usual or 0.0))
-    if not long and not (stopped and any(i.rule.id in ("import-site",) for i in stopped)) and \
+    if not long and not (stopped and any(i.rule.id in ("import-site", "stuck-said") for i in stopped)) and \
             not (stopped and gap is None and any(i.rule.id == "keyboard-interrupt" for i in stopped)):
         return None
     for_ = f" for {_duration(gap)}" if gap is not None and long else ""
@@ -158,12 +157,12 @@ def _silent_exit(view: View, done: Item) -> Finding | None:
 
 def _silent_start(view: View) -> Finding | None:
     """No progress at all, no error, and somebody dumped stacks or pressed Ctrl-C after a while."""
-    stopped = view.of("import-site", "keyboard-interrupt")
-    if not stopped:
+    stopped = view.of("import-site", "keyboard-interrupt", "stuck-said")
+    if not stopped or all(i.rule.id == "stuck-said" for i in stopped) and len(stopped) < 2:
         return None
     times = [time for log in view.logs for _, time in log.clock]
     gap = max(times) - min(times) if len(times) >= 2 else None
-    if gap is not None and gap < 120 and not view.of("import-site"):
+    if gap is not None and gap < 120 and not view.of("import-site", "stuck-said"):
         return None
     return Finding(cause="hang_silent", severity="error", confidence=0.5, where=Where(),
                    summary="The run never got going and was stopped from outside; no error, no timeout",
@@ -203,8 +202,9 @@ def _duration(seconds: float | None) -> str:
 
 #: Causes that may be mere noise of the exit, once the work is done and saved.
 AT_EXIT = {"segfault", "killed_unconfirmed", "hang_undetermined", "hang_all_waiting", "collective_mismatch",
-           "collective_missing_rank", "store_lost", "hang_silent", "exception_unknown", "peer_exception", "unexplained_end",
-           "scheduler_time_limit", "dataloader_worker_killed", "cuda_kernel_fault", "uneven_batches", "slow_rank_work",
+           "collective_missing_rank", "store_lost", "hang_silent", "exception_unknown", "peer_exception",
+           "unexplained_end", "scheduler_time_limit", "dataloader_worker_killed", "cuda_kernel_fault",
+           "uneven_batches", "slow_rank_work",
            "preempted", "rendezvous_timeout", "gpu_hw_fault"}
 
 

@@ -21,7 +21,8 @@ REPORTERS = {"ChildFailedError", "CalledProcessError", "ProcessRaisedException",
              "SignalException", "KeyboardInterrupt", "SystemExit", "GeneratorExit", "DistBackendError",
              "DistNetworkError", "DistStoreError", "BrokenPipeError", "ConnectionResetError", "ConnectionAbortedError",
              "ConnectionRefusedError", "RayActorError", "ActorDiedError", "WorkerCrashedError", "RayTaskError",
-             "CheckpointException", "RendezvousConnectionError", "RendezvousTimeoutError", "RendezvousClosedError", "CancelledError"}
+             "CheckpointException", "RendezvousConnectionError", "RendezvousTimeoutError", "RendezvousClosedError",
+             "CancelledError"}
 #: Lines that parsers read and that are the whole message of an exception: others turn them into findings.
 TELLING_FACTS = {"store-barrier", "clients-joined", "watchdog-timeout", "watchdog-status", "watchdog-at-work",
                  "desync-report", "checkpoint-exception"}
@@ -137,7 +138,7 @@ def _finding(view: View, group: Group) -> Finding | None:
     summary = f"{subject or 'A rank' if not everybody else 'Every rank'} raised {kind}: {message}{at}"
     proof: list[Evidence] = [r.evidence() for r in group.raised[:4]] + [i.evidence() for i in group.items[:2]]
     numbers: dict[str, object] = {"exception": kind, "message": message, "times": len(places)}
-    if lead and lead.traceback.cause is not None:
+    if lead and origin and lead.traceback.cause is not None:
         numbers["led_to"] = lead.traceback.type
         proof.insert(0, Evidence(path=lead.log.path, line=origin.line, offset=origin.offset, text=origin.text[:600],
                                  rank=lead.rank))

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from diag.identity import expand_tasks
 from diag.logs.culprit import culprit_by_elimination, neighbour
 from diag.logs.view import Item, View
-from diag.schema import SEVERITY_ORDER, Evidence, Finding, Where
+from diag.schema import SEVERITY_ORDER, Evidence, Finding, Severity, Where
 from diag.signatures import format_says
 
 MAX_EVIDENCE = 6
@@ -130,7 +130,7 @@ def pick_evidence(items: list[Item]) -> list[Evidence]:
     return [item.evidence() for item in unique.values()]
 
 
-def _worst(items: list[Item]) -> str:
+def _worst(items: list[Item]) -> Severity:
     return max((item.rule.severity for item in items), key=lambda severity: SEVERITY_ORDER[severity])
 
 

@@ -28,8 +28,7 @@ _FIELDS = {
 _OTHER = re.compile(rf"[Pp]rocess \d+ has {_SIZE} memory in use")
 #: Another process that holds this share of the GPU is the reason, not a by-stander.
 SHARED = 0.15
-_OPTIMIZER = re.compile(r"optim|adam|lamb|sgd|exp_avg|_init_group|state\[|master|fp32_groups|initialize_optimizer_states",
-                        re.I)
+_OPTIMIZER = re.compile(r"optim|adam|lamb|sgd|exp_avg|_init_group|state\[|master|fp32_groups", re.I)
 
 
 def numbers_of(text: str) -> dict[str, float]:

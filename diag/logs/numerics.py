@@ -105,13 +105,12 @@ def nan(view: View, series: Series) -> Finding | None:
     for number, point in enumerate(points):
         loss, norm = loss_of(point), grad_norm_of(point)
         others = [v for k, v in point.values.items() if any(w in k for w in ("loss", "ce", "ctc", "ppl"))]
-        if _bad(loss) or any(_bad(v) for v in others) or (_bad(norm) and (loss == 0 or number >= 3)):
+        printed = _bad(loss) or any(_bad(v) for v in others) or point.values.get("number_of_nan_iterations", 0) > 0
+        vanished = (point.kind == "megatron" and loss is None
+                    and point.values.get("number_of_skipped_iterations", 0) == 0
+                    and any(loss_of(p) is not None for p in points[:number]))
+        if printed or vanished or (_bad(norm) and (loss == 0 or number >= 3)):
             bad.append(point)
-        elif point.values.get("number_of_nan_iterations", 0) > 0:
-            bad.append(point)
-        elif point.kind == "megatron" and loss is None and point.values.get("number_of_skipped_iterations", 0) == 0:
-            if any(loss_of(p) is not None for p in points[:number]):
-                bad.append(point)
     if not bad:
         return None
     ended = bad[-1] is points[-1] or points[-1].line - bad[-1].line < 3

@@ -11,9 +11,9 @@ from diag.logs.view import View, evidence
 from diag.schema import Evidence, Finding, Where
 
 #: Words with which programs say that they failed, unlike words that merely occur in notices.
-_STRONG = re.compile(r"\b(?:ERROR|FATAL|CRITICAL|PANIC)\b|\b[A-Za-z]*(?:Error|Exception)\b:|\berror:|fatal:|[Ff]ailed with"
-                     r"|exit(?:ed)? (?:with )?(?:code|status)[ :=]+(?!0\b)-?\d|[Aa]borted|core dumped|unhandled exception"
-                     r"|[Uu]nrecoverable|giving up|job failed|FAILED\b", re.I)
+_STRONG = re.compile(r"\b(?:ERROR|FATAL|CRITICAL|PANIC)\b|\b[A-Za-z]*(?:Error|Exception)\b:|\berror:|fatal:"
+                     r"|failed with|exit(?:ed)? (?:with )?(?:code|status)[ :=]+(?!0\b)-?\d|aborted|core dumped"
+                     r"|unhandled exception|unrecoverable|giving up|job failed|FAILED\b", re.I)
 _WEAK_LEVEL = re.compile(r"\b(?:WARN(?:ING)?|INFO|DEBUG)\b|\bwarning:", re.I)
 #: Lines this near to the end of the log speak of its end.
 NEAR_END = 40

@@ -6,6 +6,7 @@ differ by more than the skew allowed; otherwise the order is unknown, and unknow
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -173,8 +174,8 @@ def make_view(logs: list[Log]) -> View:
             rule = rules.get(event.rule)
             if rule is None:
                 continue
-            items.append(Item(event, rule, Place(index, event.line, event.speaker.time),
-                              who.rank(event.speaker, log), who.host(event.speaker, log), log))
+            items.append(Item(event, rule, Place(index, event.line, event.speaker.time), who.rank(event.speaker, log),
+                              who.host(event.speaker, log) or _leading_host(event.text, who), log))
         for tb in log.tracebacks:
             rank = who.rank(tb.speaker, log)
             if rank is None and tb.process is not None:
@@ -184,6 +185,12 @@ def make_view(logs: list[Log]) -> View:
             raised.append(Raised(tb, Place(index, tb.line, tb.speaker.time), rank, who.host(tb.speaker, log), log))
         blocks.extend((index, block) for block in summary_blocks(log))
     return View(logs, who, items, raised, blocks)
+
+
+def _leading_host(text: str, who: Identity) -> str | None:
+    """A known host's name at the very front of a line ("node-3: ...", "node-3 | ...")."""
+    found = re.match(r"[\[(<]?([A-Za-z][\w.-]*[\w])[\])>]?(?:\s*[:|]|\s+\S+\[\d+\]:)\s", text)
+    return found[1] if found is not None and found[1] in who.hosts else None
 
 
 def iter_before(items: list[Item], place: Place, lines: int) -> Iterator[Item]:

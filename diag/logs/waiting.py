@@ -6,12 +6,16 @@ timeouts, NCCL set-up through the store).
 
 from __future__ import annotations
 
+import re
+
 from diag.artefacts.log_facts import Progress
 from diag.logs.known import pick_evidence, subject_of
 from diag.logs.view import Item, Place, View
 from diag.logs.watchdog import SMALL, desync_finding, timeout_finding, waiters_of
 from diag.schema import Finding, Where
 
+#: The store broke, as opposed to a wait that ran out.
+_LOST = re.compile(r"Connection reset|Broken pipe|Connection closed|failed to recv|Connection refused")
 #: A batch counter this close to its end is "at the end of the epoch".
 NEAR_END = 2
 #: Work of one rank counts when it is the last thing done before the timeout, or goes on around it.
@@ -55,12 +59,12 @@ def refine(view: View, finding: Finding) -> Finding:
         finding.summary = f"{who} was still busy (\"{_short(item)}\") when the others' timeout ran out"
         finding.evidence = [*finding.evidence[:4], *pick_evidence([item])][:7]
         return finding
-    if finding.cause in ("collective_mismatch", "hang_undetermined") and finding.confidence < 0.8:
-        if end is not None:
-            finding.cause, finding.confidence = "uneven_batches", 0.62
-            finding.summary = f"A rank waits in a small collective at the end of its batches; its peers had fewer " \
-                              f"or more of them ({finding.summary})"
-            finding.numbers["progress"] = end.text[:160]
+    vague = finding.cause in ("collective_mismatch", "hang_undetermined") and finding.confidence < 0.8
+    if vague and end is not None:
+        finding.cause, finding.confidence = "uneven_batches", 0.62
+        finding.summary = f"A rank waits in a small collective at the end of its batches; its peers had fewer or " \
+                          f"more of them ({finding.summary})"
+        finding.numbers["progress"] = end.text[:160]
     return finding
 
 
@@ -149,6 +153,10 @@ def unique_id_finding(view: View) -> Finding | None:
     if not items:
         return None
     missing = sorted({int(i.groups["missing"]) for i in items})
+    if all(_LOST.search(i.groups.get("what", "")) for i in items):
+        return Finding(cause="store_lost", severity="fatal", confidence=0.6, where=Where(),
+                       summary=f"The process that serves the store ({subject_of(missing, []).lower()}) was gone while "
+                               "the others set up NCCL", evidence=pick_evidence(items))
     return Finding(cause="missing_rank_init", severity="fatal", confidence=0.6, where=Where(ranks=missing),
                    summary=f"{subject_of(missing, [])} never came to set up NCCL; the others waited in vain",
                    evidence=pick_evidence(items),

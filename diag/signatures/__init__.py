@@ -103,7 +103,7 @@ def _store(paths: list[Path], engine: str) -> Path | None:
     if engine == "hyperscan":
         import hyperscan
 
-        version = hyperscan.__version__
+        version = str(getattr(hyperscan, "__version__", ""))
     key.update(f"{FORMAT}|{engine}|{version}|{platform.machine()}|{platform.node()}".encode())
     for path in paths:
         try:
