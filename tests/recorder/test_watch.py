@@ -111,6 +111,40 @@ def test_each_second_is_counted_for_the_module_that_spent_it():
     assert seconds["experts"] == 18 and seconds["dispatch"] == seconds["combine"] == 0
 
 
+class FakeEvent:
+    """Stands for torch.cuda.Event: reached by the device when it is recorded."""
+
+    made = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+        FakeEvent.made += 1
+
+    def record(self):
+        self.at = CLOCK.now
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, later):
+        return 1e3 * (later.at - self.at)
+
+
+def test_events_of_a_gpu_are_added_up_and_used_again(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(watch, "_on_cuda", lambda model: True)
+    model = Net()
+    timer = ModuleTimer(model, model.groups())
+    for number in range(1, 7):
+        step(model)
+        if number % 2 == 0:
+            assert split(timer.take()) == EXPECTED
+        timer.end_step(number)
+        if number == 2:
+            after_one_interval = FakeEvent.made
+    assert FakeEvent.made <= after_one_interval + 2, "events of a finished interval are recorded again"
+
+
 @pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
 def test_recomputation_counts_as_backward(recompute):
     model = Net(recompute)
