@@ -93,7 +93,13 @@ def read(
 def _read_batch(reader: Reader, sources: list[Source], progress: Progress) -> Iterator[Artefact]:
     many = getattr(reader, "read_many", None)
     if many is not None:
-        yield from many(sources, progress)
+        try:
+            results = list(many(sources, progress))
+        except Exception as error:
+            if os.environ.get("PDTRAIN_STRICT"):
+                raise
+            results = [_our_fault(reader, source, error) for source in sources]
+        yield from results
         return
     done, total = 0, sum(s.bytes for s in sources)
     for source in sources:
@@ -104,11 +110,16 @@ def _read_batch(reader: Reader, sources: list[Source], progress: Progress) -> It
         except Exception as error:
             if os.environ.get("PDTRAIN_STRICT"):
                 raise
-            log.exception("reader %s failed on %s", reader.NAME, source.path)
-            problem = f"pdtrain's {reader.NAME} reader failed on it ({type(error).__name__}); please report this"
-            yield Unreadable(path=source.path, format=reader.NAME, bytes=source.bytes, problem=problem)
+            yield _our_fault(reader, source, error)
         done += source.bytes
         progress(done, total)
+
+
+def _our_fault(reader: Reader, source: Source, error: Exception) -> Unreadable:
+    """A bug of a reader costs one input, not the diagnosis; PDTRAIN_STRICT=1 shows it instead."""
+    log.info("reader %s failed on %s", reader.NAME, source.path, exc_info=error)
+    problem = f"pdtrain's {reader.NAME} reader failed on it ({type(error).__name__}); please report this"
+    return Unreadable(path=source.path, format=reader.NAME, bytes=source.bytes, problem=problem)
 
 
 def _refused(source: Source, reader: Reader | None) -> Unreadable:
@@ -146,7 +157,7 @@ def detect(artefacts: Artefacts, chosen: list[Detector]) -> tuple[list[Finding],
         except Exception as error:
             if os.environ.get("PDTRAIN_STRICT"):
                 raise
-            log.exception("detector %s failed", entry.name)
+            log.info("detector %s failed", entry.name, exc_info=error)
             missing.setdefault(f"pdtrain's {entry.name} failed ({type(error).__name__}); please report this",
                                []).append(entry.topic)
             continue

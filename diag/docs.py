@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from diag.causes import CAUSES, EXPLAINS
 from diag.playbooks import for_cause
@@ -58,13 +59,14 @@ def _help(command: str) -> str:
 
     first, *rest = command.split()
     current: click.Command = {"diag": diag, "playbook": playbook}[first]
-    context = click.Context(current, info_name=f"pdtrain {first}", terminal_width=80, max_content_width=80)
+    settings: dict[str, Any] = {"terminal_width": 80, "max_content_width": 80, "help_option_names": ["-h", "--help"]}
+    context = click.Context(current, info_name=f"pdtrain {first}", **settings)
     for name in rest:
         found = current.get_command(context, name) if isinstance(current, click.Group) else None
         if found is None:
             raise ValueError(f"{command}: no such command")
         current = found
-        context = click.Context(found, parent=context, info_name=name, terminal_width=80, max_content_width=80)
+        context = click.Context(found, parent=context, info_name=name, **settings)
     return "\n".join(f"    {line}".rstrip() for line in current.get_help(context).splitlines()) + "\n"
 
 

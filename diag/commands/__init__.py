@@ -14,6 +14,24 @@ TABLE = {
 }
 
 
-@click.group(name="diag", cls=LazyGroup, table=TABLE)
+class ReportGroup(LazyGroup):
+    """As its base; under --json, wrong usage prints a report too, so that a caller may always parse stdout."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["diag.json"] = "--json" in args
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            if ctx.meta["diag.json"]:
+                from diag.schema import Report, to_json
+
+                click.echo(to_json(Report(verdict="unknown", headline=error.format_message())))
+            raise
+
+
+@click.group(name="diag", cls=ReportGroup, table=TABLE)
 def diag() -> None:
     """What broke first, where, and what to do: for this trainer's runs and for anyone's."""

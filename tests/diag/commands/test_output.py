@@ -81,6 +81,13 @@ def test_no_readable_input_is_status_2_and_still_a_report_under_json(
     assert words in report["headline"]
 
 
+@pytest.mark.parametrize("arguments", [
+    ["router", "--json"], ["router", "--json", "--no-such", "x"], ["nothing", "--json"]])
+def test_wrong_usage_under_json_prints_a_report_too(arguments: list[str]) -> None:
+    done = pdtrain("diag", *arguments)
+    assert done.status == 2 and done.json()["verdict"] == "unknown" and done.json()["headline"] in done.err
+
+
 def test_an_empty_folder_is_said_to_be_empty(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     done = pdtrain("diag", "router", tmp_path / "run")
