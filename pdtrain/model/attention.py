@@ -7,10 +7,10 @@ computes just those.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pdtrain.config.schema import Model
+from pdtrain.model import gemm
 from pdtrain.model.layers import Linear, RMSNorm, maybe_recompute
 
 
@@ -42,8 +42,7 @@ class Rope(nn.Module):
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Softmax attention over [b, s, n, d] tensors (k, v may have fewer heads); returns [b, s, n x d_v]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
-    return out.transpose(1, 2).flatten(2)
+    return gemm.attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 class GroupedQueryAttention(nn.Module):

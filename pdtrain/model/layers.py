@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pdtrain.model import gemm
+
 
 class Linear(nn.Linear):
     """`x @ weight.T` without bias, computed in the dtype of `x`."""
@@ -19,7 +21,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        return gemm.linear(x, self.weight)
 
 
 class RMSNorm(nn.Module):

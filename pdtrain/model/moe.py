@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pdtrain.config.schema import Model, Moe
+from pdtrain.model import gemm
 from pdtrain.model.layers import SwiGlu, maybe_recompute
 from pdtrain.model.router import Router, Routing
 
@@ -112,9 +113,9 @@ class Experts(nn.Module):
     def _forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         rows = rows.to(self.dtype)
         offsets = counts.cumsum(0).to(torch.int32)
-        w1, w3, w2 = (local(w).to(self.dtype) for w in (self.w1, self.w3, self.w2))
-        gate = F.silu(F.grouped_mm(rows, w1, offs=offsets)) * F.grouped_mm(rows, w3, offs=offsets)
-        return F.grouped_mm(gate, w2, offs=offsets)
+        w1, w3, w2 = (local(w) for w in (self.w1, self.w3, self.w2))
+        gate = F.silu(gemm.grouped(rows, w1, offsets)) * gemm.grouped(rows, w3, offsets)
+        return gemm.grouped(gate, w2, offsets)
 
 
 def local(weight: Tensor) -> Tensor:
