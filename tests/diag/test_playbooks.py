@@ -55,9 +55,12 @@ def lines() -> list[str]:
 
 @pytest.mark.parametrize("line", lines())
 def test_every_pdtrain_line_parses(line: str) -> None:
+    if line.startswith("pdtrain train "):  # the keys must exist as well; FILE stands for any file
+        done = pdtrain(*shlex.split(line.replace("EMPTY_FILE", "x.txt").replace("FILE", "x.txt"))[1:], "--print-config")
+        assert done.status == 0, done.err
     command, arguments, context = cli, shlex.split(line)[1:], None
     while isinstance(command, click.Group):
-        context = click.Context(command, parent=context, info_name=command.name)
+        context = click.Context(command, parent=context, info_name=command.name, **command.context_settings)
         name, resolved, arguments = command.resolve_command(context, arguments)
         assert resolved is not None and name is not None
         command = resolved
