@@ -144,7 +144,8 @@ class _Analysis:
     def _idle(self, ends: set[int]) -> list[Verdict]:
         """Ranks whose dumps are here, that wait in nothing, and that others wait for."""
         idle = {rank for rank in ends if rank in self.job.dumps}
-        known = {rank for rank in idle if any(rank in item.missing for item in self.items)}
+        known = {rank for rank in idle if any(rank in item.missing and not self._may_have_failed(item)
+                                              for item in self.items)}
         sure = {rank for rank in known if not self._may_wait_in_p2p(rank)} or known
         halves = [i for i in self.items if i.what != "collective" and set(i.missing) & sure]
         groups = [i for i in self.items if i.what == "collective" and set(i.missing) & sure]
@@ -168,6 +169,12 @@ class _Analysis:
             item = min(extra, key=_age)
             found.append(Verdict("collective_mismatch", tuple(item.waiting), item, 0.6, variant="extra"))
         return found
+
+    @staticmethod
+    def _may_have_failed(item: Item) -> bool:
+        """On Gloo the death of one rank fails the calls of others one by one; who did not come further may have
+        failed in the call before. So next to a rank that left no dump nobody else is blamed."""
+        return bool(item.absent) and item.group.retires
 
     def _lonely(self, item: Item, idle: set[int]) -> bool:
         """True when a few issued a call that most members, all of them at one and the same place, never did."""
@@ -205,6 +212,8 @@ class _Analysis:
         if not items:
             return []
         seen = min(items, key=_age)
+        if all(item.assumed for item in items):
+            return [Verdict("hang_undetermined", (), seen, 0.4, variant="retired", items=tuple(items))]
         if any(2 * len(item.absent) > len(item.group.ranks) for item in items) or ends & self.job.unreadable:
             return [Verdict("hang_undetermined", (), seen, 0.5, variant="absent", items=tuple(items))]
         guilty = tuple(sorted({rank for item in items for rank in item.absent}))

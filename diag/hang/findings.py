@@ -64,7 +64,7 @@ def findings(artefacts: Artefacts, cause: str) -> Iterator[Finding | NotChecked]
     for number, verdict in enumerate(outcome.verdicts):
         if verdict.cause == cause:
             yield _finding(verdict, outcome, leads=number == 0)
-    if outcome.verdicts and outcome.verdicts[0].cause == cause:
+    if outcome.verdicts and outcome.verdicts[0].cause == cause != "hang_undetermined":
         yield from _victims(outcome, outcome.verdicts[0])
 
 

@@ -21,7 +21,8 @@ class Item:
 
     `waiting`: came and are not done. `passed`: done with it. `missing`: their dumps show that they did not come.
     `behind`: still in an earlier call of the group. `absent`: left no dump. `unknown`: no telling (dump unreadable,
-    or overwritten). `what` is "collective", "send" or "recv"; of those, `missing` is the peer.
+    or overwritten). `what` is "collective", "send" or "recv"; of those, `missing` is the peer. `assumed`: nothing says
+    that anybody waits, only that a rank left no dump and that a failed call would look no different.
     """
 
     group: Group
@@ -35,6 +36,7 @@ class Item:
     absent: list[int] = field(default_factory=list)
     unknown: list[int] = field(default_factory=list)
     disagreement: sizes.Disagreement | None = None
+    assumed: bool = False
 
     @property
     def awaited(self) -> list[int]:
@@ -60,24 +62,23 @@ def items(job: Job) -> list[Item]:
     """Every collective that somebody waits in, one per group and sequence number."""
     found = []
     for group in job.groups:
-        _refuse_impossible(group)
+        assumed = _refuse_impossible(job, group)
         firsts = {m.first_pending for m in group.by_rank.values() if m.first_pending is not None}
         for seq in sorted(firsts):
-            found.append(_item(job, group, seq))
+            found.append(_item(job, group, seq, assumed=assumed))
     for item in found:
         item.disagreement = _disagreement(job, item)
     return found
 
 
-def _refuse_impossible(group: Group) -> None:
+def _refuse_impossible(job: Job, group: Group) -> bool:
     """Gloo marks a call that failed like one that is done. Nobody completes an all_reduce that a member never called,
-    or that members call with different sizes: such calls are put back among the pending ones."""
+    or that members call with different sizes: such calls are put back among the pending ones. So is, and then the
+    answer is True, the last call of all where a member left no dump: it may have failed as well as not."""
     members = [m for m in group.by_rank.values() if m.issued is not None]
-    if any(m.pending for m in members) and not any(_retires(m) for m in members):
-        return
     counts = [m.issued for m in members if m.issued is not None]
-    if len(counts) < 2 or not all(_retires(m) or not m.done for m in members):
-        return
+    if not group.retires or not counts:
+        return False
     least, most = min(counts), max(counts)
     if 0 < most - least <= FAILED_AT_ONCE:
         for member in members:
@@ -88,10 +89,11 @@ def _refuse_impossible(group: Group) -> None:
         if wrong is not None:
             for member in members:
                 _put_back(member, most)
-
-
-def _retires(member: Member) -> bool:
-    return any(entry.op.backend == "gloo" for calls in member.done.values() for entry in calls)
+        elif job.absent & set(group.ranks) and not any(m.pending for m in members):
+            for member in members:
+                _put_back(member, most)
+            return True
+    return False
 
 
 def _put_back(member: Member, first: int) -> None:
@@ -100,8 +102,8 @@ def _put_back(member: Member, first: int) -> None:
         member.pending[seq] = member.done.pop(seq)
 
 
-def _item(job: Job, group: Group, seq: int) -> Item:
-    item = Item(group, seq)
+def _item(job: Job, group: Group, seq: int, *, assumed: bool) -> Item:
+    item = Item(group, seq, assumed=assumed)
     proven = False  # somebody completed what nobody completes alone: all members have come so far
     for rank in group.ranks:
         member = group.by_rank.get(rank)
@@ -122,7 +124,7 @@ def _item(job: Job, group: Group, seq: int) -> Item:
             item.behind.append(rank)
         else:
             item.passed.append(rank)
-            proven = proven or bool(calls and ops.kind(calls[0].op) in ops.SYNCHRONISING)
+            proven = proven or (not group.retires and bool(calls) and ops.kind(calls[0].op) in ops.SYNCHRONISING)
     if proven:
         item.passed += item.absent + item.unknown
         item.absent, item.unknown = [], []

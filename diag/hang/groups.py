@@ -68,6 +68,12 @@ class Group:
             return self.desc
         return f"group {self.name}" if self.name else "a group"
 
+    @property
+    def retires(self) -> bool:
+        """True on Gloo, which marks a call that failed (a peer is gone) exactly like one that is done."""
+        return any(calls[0].op.backend == "gloo" for member in self.by_rank.values()
+                   for calls in (*member.done.values(), *member.pending.values()))
+
     def number(self, member: int) -> int | None:
         """The global rank of the group's own rank `member`."""
         return self.ranks[member] if 0 <= member < len(self.ranks) else None

@@ -14,6 +14,9 @@ from itertools import combinations
 from diag.hang.frontier import Item
 from diag.hang.groups import MEANINGLESS, Group, Job, Member
 
+#: An order that more ranks than this share of the voters follow is no departure but another habit.
+LARGEST_MINORITY = 0.4
+
 
 @dataclass(frozen=True, slots=True)
 class Departure:
@@ -33,24 +36,43 @@ def departure(job: Job, items: list[Item], suspects: set[int]) -> Departure | No
     for one, two in combinations(items, 2):
         if one.group is two.group or (one.what != "collective" and two.what != "collective"):
             continue
-        orders = _orders(job, one, two)
-        if len({orders.get(rank) for rank in suspects} - {None}) < 2:
-            continue
-        (usual, votes), (_, against) = Counter(orders.values()).most_common(2)
-        why = f"for {votes} of {votes + against} ranks"
-        if votes == against:
-            habit = _habit(job, one, two)
-            if habit is None:
+        for orders in _by_role(job, one, two):
+            told = _usual(job, one, two, orders, suspects)
+            if told is None:
                 continue
-            usual, why = habit, "in the rounds before"
-        odd = {rank for rank in suspects if orders.get(rank) not in (None, usual)}
-        guilty |= odd
-        if odd and shown is None:
-            shown = (usual, two if usual is one else one, odd, why)
+            usual, why = told
+            odd = {rank for rank in suspects if orders.get(rank) not in (None, usual)}
+            guilty |= odd
+            if odd and shown is None:
+                shown = (usual, two if usual is one else one, odd, why)
     if shown is None:
         return None
     first, second, odd, why = shown
     return Departure(tuple(sorted(guilty)), first, second, all(_place(job, first, r) == _NEVER for r in odd), why)
+
+
+def _by_role(job: Job, one: Item, two: Item) -> list[dict[int, Item]]:
+    """Senders and receivers keep different orders: each votes among its own. Members of a collective are alike."""
+    orders = _orders(job, one, two)
+    half = one if one.what != "collective" else two
+    if half.what == "collective":
+        return [orders]
+    stages = {rank: _stage(job, half, rank) for rank in orders}
+    return [{rank: order for rank, order in orders.items() if stages[rank] == stage}
+            for stage in sorted({_stage(job, half, rank) or 0 for rank in half.calls})]
+
+
+def _usual(job: Job, one: Item, two: Item, orders: dict[int, Item], suspects: set[int]) -> tuple[Item, str] | None:
+    """The order of the members of both groups, then of all ranks with such groups, then of the rounds before."""
+    if len(set(orders.values())) < 2 or not any(rank in orders for rank in suspects):
+        return None
+    both = {rank: order for rank, order in orders.items() if rank in one.group.ranks and rank in two.group.ranks}
+    for voters in (both, orders):
+        camps = Counter(voters.values()).most_common(2)
+        if len(camps) == 2 and camps[1][1] <= LARGEST_MINORITY * len(voters):
+            return camps[0][0], f"for {camps[0][1]} of {len(voters)} ranks"
+    habit = _habit(job, one, two)
+    return None if habit is None else (habit, "in the rounds before")
 
 
 def _orders(job: Job, one: Item, two: Item) -> dict[int, Item]:
@@ -92,6 +114,14 @@ def _place_of_half(job: Job, item: Item, rank: int) -> float | None:
         return None
     halves = {(call.op.name, call.seq) for calls in item.calls.values() for call in calls}
     return next((float(e.record) for e in member.log.entries if e.p2p and (e.op.name, e.seq) in halves), None)
+
+
+def _stage(job: Job, half: Item, rank: int) -> int | None:
+    """The rank's place in its own group of the half's kind."""
+    if rank in half.group.ranks:
+        return half.group.ranks.index(rank)
+    return next((other.ranks.index(rank) for other in job.groups
+                 if other.desc == half.group.desc and rank in other.ranks), None)
 
 
 def _member(job: Job, group: Group, rank: int) -> Member | None:

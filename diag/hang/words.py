@@ -163,6 +163,9 @@ def _unknown(verdict: Verdict, outcome: Outcome) -> str:
             return f"The members disagree about #{verdict.seq} of {item.group.label}: {why}; no telling who is wrong"
         case "absent":
             return f"{head}: {len(job.absent)} of {job.world} ranks left no dump; collect the missing ones"
+        case "retired":
+            return (f"{ranks_text(job.absent, capital=True)} left no dump, and Gloo does not tell whether the others "
+                    f"completed their last call, {place(item)}, or failed in it")
         case "inferred":
             return f"{head}: Gloo does not record the group's members"
         case "unreadable":
