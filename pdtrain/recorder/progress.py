@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import sys
 import time
@@ -73,6 +74,7 @@ class Progress:
             console = Console(file=self._stream)
             self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
             self._live.start()
+            atexit.register(self.close)  # a run that dies must not leave the terminal without a cursor
         self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def _seconds_left(self) -> float | None:
@@ -93,6 +95,7 @@ class Progress:
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()
+            atexit.unregister(self.close)
 
     def __enter__(self) -> Progress:
         return self

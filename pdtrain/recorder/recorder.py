@@ -112,7 +112,7 @@ class Recorder:
             step = int(step)
             self._owed = self.due(step) or self._owed
             if self.rank == 0 and self._stopped is None:
-                row = self._row(step, values)
+                row = self._row(step, values, copy=more or not self._owed)
                 with self._lock:
                     self._pending.add(row)
             self.step = step
@@ -309,13 +309,13 @@ class Recorder:
 
     # -- trouble -------------------------------------------------------------------------------------------------
 
-    def _row(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _row(self, step: int, values: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
         row: dict[str, Any] = {"step": step, "time": time.time()}
         for key, value in flatten(values).items():
             if value is None:
                 continue
             try:
-                row[key] = hold(value)
+                row[key] = hold(value, copy=copy)
             except Unreadable as problem:
                 self.complain(f"{key} is not recorded: {problem}")
         return row

@@ -19,10 +19,11 @@ class Unreadable(Exception):
     """A value that cannot be read on this rank alone, such as a tensor whose parts live on other ranks."""
 
 
-def hold(value: Any) -> Any:
+def hold(value: Any, *, copy: bool = True) -> Any:
     """`value` made safe to keep: tensors detached and copied on their device, without a host sync.
 
-    Raises Unreadable for a sharded DTensor, whose reading would be a collective.
+    `copy` false is for what is read before the caller can change it. Raises Unreadable for a sharded DTensor, whose
+    reading would be a collective.
     """
     torch = sys.modules.get("torch")  # a loop that never imported torch hands no tensor over
     if torch is None or not isinstance(value, torch.Tensor):
@@ -32,7 +33,7 @@ def hold(value: Any) -> Any:
         if not all(placement.is_replicate() for placement in value.placements):
             raise Unreadable(f"a DTensor placed {value.placements}: hand over .full_tensor(), called on every rank")
         value = value.to_local()
-    return value.detach().clone()
+    return value.detach().clone() if copy else value.detach()
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
