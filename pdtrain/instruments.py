@@ -50,6 +50,7 @@ class Instruments:
         self.progress = Progress(self.run.train.steps, enabled=place.leader)
         if place.leader:
             recorder.listeners.append(self.progress.update)
+            recorder.closers.append(self.progress.close)  # before a traceback is printed
         recorder.watch(model, _watched(model))
         self._aside: dict[str, float] = {}  # seconds since the interval began that were not training
         self._since = (0, time.perf_counter())  # step and time of the last interval's end
