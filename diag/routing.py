@@ -161,10 +161,10 @@ def warm_up_end(log: MetricsLog, config: RunConfig | None) -> int:
 def _judge_layer(
     number: int, base: Sequence[RouterWindow], warm_up: int, log: MetricsLog, config: RunConfig | None
 ) -> Layer | None:
-    lengths = [len(w.counts) for w in base if w.counts]
+    lengths = [len(w.counts) for w in base if w.counts is not None]
     configured = config.number("model.moe.experts") if config else None
     experts = max(set(lengths), key=lengths.count) if lengths else int(configured or 0)
-    base = [w for w in base if len(w.counts) == experts or not lengths]  # a damaged line has another length
+    base = [w for w in base if not lengths or _experts(w) == experts]  # a damaged line has another length
     if experts < 2:
         return None
     top_k = top_k_of(base, log, config)
@@ -179,7 +179,7 @@ def _judge_layer(
     rising = [item.excess > GINI_RISING for item in judged]
     alarm = stretch([item.excess > GINI_ALARM for item in judged], judged, settled, rising)
     warn = stretch([item.excess > GINI_WARN or item.one_hot for item in judged], judged, settled, rising)
-    dead = _dead(base, experts) if any(settled) else ()
+    dead = _dead(base) if any(settled) else ()
     state, decisive = _state(judged, alarm, warn, dead)
     if not any(settled):
         state, decisive = "unjudged", None
@@ -201,17 +201,22 @@ def _state(
     return ("recovered", warn) if warn else ("balanced", None)
 
 
+def _experts(window: RouterWindow) -> int:
+    return 0 if window.counts is None else len(window.counts)
+
+
 def merge(base: Iterable[RouterWindow], tokens_per_expert: float, boundary: int) -> list[RouterWindow]:
     """Neighbouring windows joined until each has `tokens_per_expert`; none reaches across step `boundary`."""
     merged: list[RouterWindow] = []
     full = True
     for window in base:
         crosses = bool(merged) and merged[-1].last_step <= boundary < window.first_step
-        if full or crosses or len(merged[-1].counts) != len(window.counts):
+        if full or crosses or _experts(merged[-1]) != _experts(window):
             merged.append(window.copy())
         else:
             merged[-1].add(window)
-        full = not merged[-1].counts or sum(merged[-1].counts) >= tokens_per_expert * len(merged[-1].counts)
+        counts = merged[-1].counts
+        full = counts is None or counts.mean() >= tokens_per_expert
     if len(merged) > 1 and not full and merged[-2].last_step > boundary:
         rest = merged.pop()  # too few tokens of its own: the run's last window takes it in
         merged[-1].add(rest)
@@ -259,8 +264,8 @@ def _sustained(part: Sequence[RouterWindow], judged: Sequence[Judged], settled: 
 
 
 def _measure(window: RouterWindow, experts: int, top_k: int | None) -> Judged | None:
-    counts = window.counts
-    if not counts or not sum(counts):
+    counts = [] if window.counts is None else window.counts.tolist()
+    if not sum(counts):
         gini, floor = window.mean("gini"), window.mean("gini_floor")
         if gini is None or floor is None:
             return None  # a Gini index alone says nothing: its floor depends on the number of tokens
@@ -299,21 +304,21 @@ def top_k_of(base: Sequence[RouterWindow], log: MetricsLog, config: RunConfig | 
     consumed = dict(zip(tokens.steps, tokens.values, strict=True))
     for window in base:
         step = window.first_step
-        if window.records == 1 and step in consumed and step - 1 in consumed:
-            ratio = sum(window.counts) / max(consumed[step] - consumed[step - 1], 1)
+        if window.counts is not None and window.records == 1 and step in consumed and step - 1 in consumed:
+            ratio = int(window.counts.sum()) / max(consumed[step] - consumed[step - 1], 1)
             return round(ratio) if ratio >= 0.99 and abs(ratio - round(ratio)) < 0.01 else None
     return None
 
 
-def _dead(base: Sequence[RouterWindow], experts: int) -> tuple[int, ...]:
+def _dead(base: Sequence[RouterWindow]) -> tuple[int, ...]:
     """Experts without any token over the last `DEAD_STEPS` steps or more, given enough tokens to tell."""
-    total, last = [0] * experts, base[-1].last_step
+    total, last = None, base[-1].last_step
     for window in reversed(base):
-        if len(window.counts) != experts:
+        if window.counts is None:
             return ()
-        total = [a + b for a, b in zip(total, window.counts, strict=True)]
-        if last - window.first_step + 1 >= DEAD_STEPS and sum(total) >= DEAD_MIN_TOKENS * experts:
-            return tuple(i for i, count in enumerate(total) if not count)
+        total = window.counts if total is None else total + window.counts
+        if last - window.first_step + 1 >= DEAD_STEPS and total.mean() >= DEAD_MIN_TOKENS:
+            return tuple(int(i) for i in (total == 0).nonzero()[0])
     return ()
 
 

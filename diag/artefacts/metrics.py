@@ -15,19 +15,24 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
 from diag.artefacts import Artefact, Source, Unreadable
 from diag.errors import ArtefactError
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
 NAME = "metrics"
 #: Windows kept per layer; when full, neighbours are merged and the window doubles.
-MAX_WINDOWS = 1024
+MAX_WINDOWS = 512
 #: A line longer than this is not a metric record (58 layers x 256 counts take about 150 kB).
 MAX_LINE_BYTES = 16 << 20
 MAX_KEYS = 100_000
+MAX_EXPERTS = 65_536
 
 STEP_KEYS = ("step", "iteration", "global_step", "_step")
 COUNT_KEYS = ("counts", "tokens_per_expert", "expert_counts", "num_tokens_per_expert")
@@ -49,14 +54,17 @@ class Series:
 
 @dataclass(slots=True)
 class RouterWindow:
-    """Router values of one layer, summed over `records` consecutive logged steps. `counts` are tokens per expert."""
+    """Router values of one layer, summed over `records` consecutive logged steps.
+
+    `counts` are tokens per expert [E], never changed in place; None where they were not recorded.
+    """
 
     first_step: int
     last_step: int
     first_line: int
     last_line: int
     records: int = 1
-    counts: list[int] = field(default_factory=list)
+    counts: npt.NDArray[np.int64] | None = None
     #: name -> (sum, number of finite values): drop_rate, token_entropy, aux_loss, ...
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)
 
@@ -64,10 +72,10 @@ class RouterWindow:
         """Append the later window `other` to this one."""
         self.last_step, self.last_line = other.last_step, other.last_line
         self.records += other.records
-        if len(self.counts) == len(other.counts):
-            self.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
-        else:
-            self.counts = self.counts or list(other.counts)
+        if self.counts is None:
+            self.counts = other.counts
+        elif other.counts is not None and len(self.counts) == len(other.counts):
+            self.counts = self.counts + other.counts
         for name, (total, number) in other.sums.items():
             mine = self.sums.get(name, (0.0, 0))
             self.sums[name] = (mine[0] + total, mine[1] + number)
@@ -75,7 +83,7 @@ class RouterWindow:
     def copy(self) -> RouterWindow:
         """An independent copy, so that a pure detector may merge windows."""
         return RouterWindow(self.first_step, self.last_step, self.first_line, self.last_line, self.records,
-                            list(self.counts), dict(self.sums))
+                            self.counts, dict(self.sums))
 
     def mean(self, name: str) -> float | None:
         """The mean of scalar `name` over the window, or None where it was never measured."""
@@ -258,14 +266,27 @@ def _routers(record: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _take_router(result: MetricsLog, layer: int, fields: dict[str, Any], step: int, line: int) -> None:
-    counts: list[Any] = next((fields[key] for key in COUNT_KEYS if isinstance(fields.get(key), list)), [])
-    if not all(isinstance(c, (int, float)) and not isinstance(c, bool) and 0 <= c < 2**53 for c in counts):
-        counts = []
+    counts = next((fields[key] for key in COUNT_KEYS if isinstance(fields.get(key), list)), None)
     sums: dict[str, tuple[float, int]] = {}
     for key, value in fields.items():
         if isinstance(value, str):
             value = _SPECIAL.get(value)
         if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf"):
             sums[key] = (float(value), 1)
-    window = RouterWindow(step, step, line, line, 1, [round(c) for c in counts], sums)
+    window = RouterWindow(step, step, line, line, 1, _counts(counts), sums)
     result.routers.setdefault(layer, RouterLog()).append(window)
+
+
+def _counts(values: list[Any] | None) -> npt.NDArray[np.int64] | None:
+    """`values` as tokens per expert, or None for anything that cannot be that."""
+    import numpy as np
+
+    if not values or len(values) > MAX_EXPERTS:
+        return None
+    try:
+        found = np.asarray(values)
+    except (ValueError, OverflowError):
+        return None
+    if found.ndim != 1 or found.dtype.kind not in "if" or not ((found >= 0) & (found < 2**40)).all():
+        return None
+    return np.rint(found).astype(np.int64)

@@ -139,8 +139,8 @@ def _evidence(sick: Sequence[Layer], log: MetricsLog, *, drops: bool = False) ->
             step = f"step {window.first_step}" + (f"-{window.last_step}" if window.records > 1 else "")
             if drops:
                 text = f"{step}: router/{layer.layer}/drop_rate = {window.mean('drop_rate') or 0:.3g}"
-            elif window.counts:
-                shown = ", ".join(map(str, window.counts[:16])) + (", …" if len(window.counts) > 16 else "")
+            elif window.counts is not None:
+                shown = ", ".join(map(str, window.counts[:16].tolist())) + (", …" if len(window.counts) > 16 else "")
                 text = f"{step}: router/{layer.layer}/counts = [{shown}]"
             else:
                 text = f"{step}: router/{layer.layer}/gini = {item.gini:.3f}, gini_floor = {item.gini_floor:.3f}"

@@ -175,7 +175,7 @@ def test_a_record_of_another_length_is_left_out(tmp_path: Path) -> None:
 def test_a_long_run_is_folded_without_losing_a_token() -> None:
     log = RouterLog()
     for step in range(1, 10 * MAX_WINDOWS):
-        log.append(RouterWindow(step, step, step, step, 1, [step, 1], {"drop_rate": (0.5, 1)}))
+        log.append(RouterWindow(step, step, step, step, 1, np.array([step, 1]), {"drop_rate": (0.5, 1)}))
     assert len(log.windows) <= MAX_WINDOWS
     assert [sum(w.counts[i] for w in log.windows) for i in (0, 1)] == [sum(range(1, 10 * MAX_WINDOWS)),
                                                                        10 * MAX_WINDOWS - 1]

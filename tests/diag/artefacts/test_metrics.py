@@ -53,8 +53,9 @@ def test_router_values_in_any_shape(records: list[dict]) -> None:
     data = lines(*records)
     assert recognise(memory_source(data, "router.jsonl")) is reader
     (window, second) = whole(data).routers[3].windows
-    assert (window.counts, window.first_step, window.first_line, window.mean("drop_rate")) == ([1, 1], 1, 1, 0.5)
-    assert (second.counts, second.first_step) == ([2, 1], 2)
+    assert (window.counts.tolist(), window.mean("drop_rate")) == ([1, 1], 0.5)
+    assert (window.first_step, window.first_line) == (1, 1)
+    assert (second.counts.tolist(), second.first_step) == ([2, 1], 2)
 
 
 def test_records_without_a_step_are_numbered_and_say_so() -> None:
