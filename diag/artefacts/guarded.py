@@ -12,6 +12,7 @@ and returns bytes. On a platform without these limits the parent's own deadline 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import selectors
@@ -196,6 +197,7 @@ def _child_main(function: str, seconds: int, memory: int) -> None:
 
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    gc.disable()  # what a file holds is dropped as a whole; walking it meanwhile costs a third of the time
     module, name = function.split(":")
     work: Callable[[bytes, str], bytes] = getattr(importlib.import_module(module), name)
     out = sys.stdout.buffer

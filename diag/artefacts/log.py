@@ -33,17 +33,21 @@ _TREE = re.compile(r"(?:^|/)attempt_(\d+)/(\d+)/(?:stdout|stderr)\.log$|(?:^|/)a
 _FILE_HOST = re.compile(r"(?:^|[._-])((?:node|host|worker|gpu|compute|dgx|hgx|pod|ip)[-_]?[\w-]*\d)(?=[._]|$)", re.I)
 
 
+_CONTROL = bytes((*range(7), *range(14, 27), *range(28, 32)))
+_ASCII = bytes(range(128))
+
+
 def sniff(head: bytes, name: str) -> float:
     """Printable text with lines. Weak (0.2) unless lines look logged, so that every specific format wins."""
     if not head.strip():
         return 0.0
     sample = head[:16_384]
-    control = sum(sample.count(bytes([c])) for c in (*range(7), *range(14, 27), *range(28, 32)))
+    control = len(sample) - len(sample.translate(None, _CONTROL))
     try:
         sample.decode("utf-8")
         odd = 0
     except UnicodeDecodeError as error:
-        odd = 0 if error.start >= len(sample) - 4 else sum(byte > 127 for byte in sample)
+        odd = 0 if error.start >= len(sample) - 4 else len(sample.translate(None, _ASCII))
     if control > len(sample) // 20 or odd > len(sample) // 4:
         return 0.0
     suffix = PurePath(name.lower()).suffix

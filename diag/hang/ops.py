@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import Literal
 
@@ -22,7 +23,12 @@ _BY_WORD: tuple[tuple[str, Kind], ...] = (
 
 def kind(op: Op) -> Kind:
     """The kind of collective behind a backend's name for it ("_all_gather_base", "ALLGATHER_coalesced")."""
-    name = op.name.lower()
+    return _kind_of(op.name)
+
+
+@lru_cache(maxsize=1024)
+def _kind_of(name: str) -> Kind:
+    name = name.lower()
     if name.startswith(("send", "recv")):
         return "send" if name.startswith("send") else "recv"
     if name == "coalesced":
@@ -32,8 +38,13 @@ def kind(op: Op) -> Kind:
 
 def name(op: Op) -> str:
     """The operation without the marks that differ between torch versions for one and the same call."""
-    plain = op.name.lower().strip("_")
-    return "coalesced" if plain.endswith("_coalesced") and op.name[:1].isupper() else plain
+    return _name_of(op.name)
+
+
+@lru_cache(maxsize=1024)
+def _name_of(name: str) -> str:
+    plain = name.lower().strip("_")
+    return "coalesced" if plain.endswith("_coalesced") and name[:1].isupper() else plain
 
 
 def closes_batch(entry: Entry) -> bool:

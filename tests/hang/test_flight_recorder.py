@@ -104,7 +104,7 @@ def test_the_groups_know_better_than_the_name() -> None:
     assert unknown.rank is None and unknown.problem
 
 
-def test_large_sets_are_read_by_children_and_archives_too(tmp_path: Path) -> None:
+def test_archives_are_read_by_children_and_damage_costs_one_file(tmp_path: Path) -> None:
     groups, programs = only_world(3, 2000)
     job = World(3, groups, programs).run()
     write(job, tmp_path, name="t_{rank}")
@@ -114,7 +114,6 @@ def test_large_sets_are_read_by_children_and_archives_too(tmp_path: Path) -> Non
     seen: list[tuple[int, int]] = []
     sources = [s for s in discover([tmp_path]) if not isinstance(s, Unreadable)]
     found = flight_recorder.read_many(sources, lambda done, total: seen.append((done, total)))
-    assert sum(s.bytes for s in sources) > flight_recorder.IN_PROCESS_BYTES
     assert [item.ranks for item in found] == [[0], [1], [2]]
     assert [item.dump.entries if isinstance(item, FlightRecorderDump) else item.problem for item in found] == [
         2000, "is cut: the pickle ends early, after 300,000 bytes", 2000]
