@@ -89,8 +89,8 @@ def cached(source: Source, tokenizer: Tokenizer, cache_dir: Path | None) -> Toke
                 store = _load(entry)
     except OSError as error:
         raise UsageError(
-            f"cannot write the token cache {error.filename or root}: {error.strerror}; free or choose another place "
-            "with XDG_CACHE_HOME"
+            f"cannot write the token cache {error.filename or root}: {error.strerror}; make room, or choose another "
+            "place with XDG_CACHE_HOME"
         ) from None
     if store is None:
         raise UsageError(f"the token cache {entry} vanished while it was opened; start again")

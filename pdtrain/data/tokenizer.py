@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,27 @@ SEPARATORS = (
     "[EOS]",
     "[SEP]",
 )
+
+
+#: A longer text is cut at line starts into pieces of about this many characters …
+_PIECE = 1 << 20
+#: … of which this many are tokenised together.
+_PIECES_AT_ONCE = 8
+
+
+def pieces(text: str, size: int) -> Iterator[str]:
+    """Cut where, after `size` characters, a line begins without white space: usual tokenizers end a token there."""
+    start = 0
+    while len(text) - start > size:
+        match = _LINE_START.search(text, start + size)
+        if match is None:
+            break
+        yield text[start : match.end()]
+        start = match.end()
+    yield text[start:]
+
+
+_LINE_START = re.compile(r"\n(?=\S)")
 
 
 class Tokenizer(Protocol):
@@ -89,8 +111,23 @@ class JsonTokenizer:
         self.separator = next((vocabulary[name] for name in SEPARATORS if name in vocabulary), None)
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.generic]]:
+        if all(len(text) <= _PIECE for text in texts):
+            return self._encode(texts)
+        return [np.concatenate(list(self._encode_long(text))) for text in texts]
+
+    def _encode(self, texts: Sequence[str]) -> list[NDArray[np.generic]]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def _encode_long(self, text: str) -> Iterator[NDArray[np.generic]]:
+        """In pieces, because the library keeps some hundred bytes per token until a text is done."""
+        batch: list[str] = []
+        for piece in pieces(text, _PIECE):
+            batch.append(piece)
+            if len(batch) == _PIECES_AT_ONCE:
+                yield from self._encode(batch)
+                batch = []
+        yield from self._encode(batch)
 
     def decode(self, tokens: NDArray[np.generic]) -> bytes:
         tokens = np.asarray(tokens)

@@ -9,7 +9,7 @@ import pytest
 
 from diag.errors import UsageError
 from pdtrain.data import open_data
-from pdtrain.data.tokenizer import ByteTokenizer, JsonTokenizer
+from pdtrain.data.tokenizer import ByteTokenizer, JsonTokenizer, pieces
 from tests.data.helpers import distinct_texts, run_on, write_jsonl
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra 'train' is not installed")
@@ -100,3 +100,20 @@ def test_bytes_round_trip_every_character():
     text = "naïve 文字 \U0001f600"
     (ids,) = ByteTokenizer().encode([text])
     assert ByteTokenizer().decode(ids).decode() == text
+
+
+def test_a_long_text_is_cut_at_line_starts_and_tokenises_as_a_whole(bpe):
+    text = "".join(f"  indented d{n}w{n}\n\n" if n % 3 else f"d{n}w1 word\n" for n in range(2000))
+    parts = list(pieces(text, 1000))
+    assert len(parts) > 20 and "".join(parts) == text
+    assert all(part[0] == "d" for part in parts)
+    tokenizer = JsonTokenizer(bpe)
+    whole = tokenizer._encode([text])[0]
+    assert np.array_equal(np.concatenate(tokenizer._encode(parts)), whole)
+
+
+def test_encoding_in_pieces_keeps_texts_apart(bpe, monkeypatch):
+    monkeypatch.setattr("pdtrain.data.tokenizer._PIECE", 50)
+    tokenizer = JsonTokenizer(bpe)
+    texts = ["short", "d1w1 line\n" * 40, ""]
+    assert [tokenizer.decode(ids).decode() for ids in tokenizer.encode(texts)] == texts
