@@ -32,7 +32,8 @@ def main(argv: list[str] | None = None) -> None:
     except click.exceptions.Abort:
         status = _complain("interrupted", 130)
     except click.ClickException as error:
-        usage = f"{error.ctx.command_path}: " if getattr(error, "ctx", None) else ""
+        context = getattr(error, "ctx", None)
+        usage = f"{context.command_path}: " if context else ""
         status = _complain(f"{usage}{error.format_message()}", 2)
     except PdtrainError as error:
         status = _complain(str(error), error.exit_status)

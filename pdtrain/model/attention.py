@@ -48,7 +48,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class GroupedQueryAttention(nn.Module):
     """Grouped-query attention (arXiv 2305.13245): kv_heads keys and values serve all query heads."""
 
-    def __init__(self, model: Model, dtype: torch.dtype, recompute: bool) -> None:
+    def __init__(self, model: Model, dtypes: dict[str, torch.dtype], recompute: bool) -> None:
         super().__init__()
         self.head_dim = model.head_dim
         self.wq = Linear(model.hidden, model.heads * model.head_dim)
@@ -56,7 +56,7 @@ class GroupedQueryAttention(nn.Module):
         self.wv = Linear(model.hidden, model.kv_heads * model.head_dim)
         self.wo = Linear(model.heads * model.head_dim, model.hidden)
         self.rope = Rope(model.head_dim, model.rope_theta)
-        self.dtype = dtype
+        self.dtype = dtypes["attention"]
         self.recompute = recompute
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class MultiHeadLatentAttention(nn.Module):
     by all heads.
     """
 
-    def __init__(self, model: Model, dtype: torch.dtype, recompute: bool) -> None:
+    def __init__(self, model: Model, dtypes: dict[str, torch.dtype], recompute: bool) -> None:
         super().__init__()
         mla = model.mla
         self.nope, self.rotary, self.v_dim = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim
@@ -84,18 +84,18 @@ class MultiHeadLatentAttention(nn.Module):
         q_dim = model.heads * (self.nope + self.rotary)
         if mla.q_lora_rank:
             self.wq_a: nn.Module | None = Linear(model.hidden, mla.q_lora_rank)
-            self.q_norm: nn.Module | None = RMSNorm(mla.q_lora_rank, model.norm_eps)
+            self.q_norm: nn.Module | None = RMSNorm(mla.q_lora_rank, model.norm_eps, dtypes["norm"])
             self.wq_b = Linear(mla.q_lora_rank, q_dim)
         else:
             self.wq_a = self.q_norm = None
             self.wq_b = Linear(model.hidden, q_dim)
         self.wkv_a = Linear(model.hidden, mla.kv_lora_rank + self.rotary)
-        self.kv_norm = RMSNorm(mla.kv_lora_rank, model.norm_eps)
+        self.kv_norm = RMSNorm(mla.kv_lora_rank, model.norm_eps, dtypes["norm"])
         self.wkv_b = Linear(mla.kv_lora_rank, model.heads * (self.nope + self.v_dim))
         self.wo = Linear(model.heads * self.v_dim, model.hidden)
         self.rope = Rope(self.rotary, model.rope_theta)
         self.shared_key: nn.Module = nn.Identity()  # all heads use this key: where they are split, gradients add up
-        self.dtype = dtype
+        self.dtype = dtypes["attention"]
         self.recompute = recompute
 
     def forward(self, x: Tensor) -> Tensor:

@@ -25,15 +25,19 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (arXiv 1910.07467), computed in FP32 whatever the rest is; returns FP32."""
+    """Root-mean-square norm (arXiv 1910.07467), computed and returned in its own dtype.
 
-    def __init__(self, size: int, eps: float) -> None:
+    FP32 whatever the rest is, unless the row `norm` says otherwise (to show what that does).
+    """
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
+        self.dtype = dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
+        return F.rms_norm(x.to(self.dtype), self.weight.shape, self.weight.to(self.dtype), self.eps)
 
 
 class SwiGlu(nn.Module):
@@ -72,7 +76,7 @@ class Head(Linear):
 
     def __init__(self, hidden: int, vocab_size: int, dtype: torch.dtype) -> None:
         super().__init__(hidden, vocab_size)
-        self.dtype = dtype
+        self.dtype: torch.dtype = dtype
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.dtype))

@@ -20,9 +20,9 @@ class Block(nn.Module):
 
     def __init__(self, model: Model, layer: int, dtypes: dict[str, torch.dtype], recompute: dict[str, bool]) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(model.hidden, model.norm_eps)
-        self.attention = ATTENTION[model.attention](model, dtypes["attention"], recompute["attention"])
-        self.ffn_norm = RMSNorm(model.hidden, model.norm_eps)
+        self.attention_norm = RMSNorm(model.hidden, model.norm_eps, dtypes["norm"])
+        self.attention = ATTENTION[model.attention](model, dtypes, recompute["attention"])
+        self.ffn_norm = RMSNorm(model.hidden, model.norm_eps, dtypes["norm"])
         self.dense_ffn: SwiGlu | None = None
         self.moe: MoeLayer | None = None
         if layer < model.dense_layers:
@@ -45,7 +45,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.embed = Embedding(model.vocab_size, model.hidden, dtypes["embed_head"])
         self.blocks = nn.ModuleList(Block(model, layer, dtypes, recompute) for layer in range(model.layers))
-        self.norm = RMSNorm(model.hidden, model.norm_eps)
+        self.norm = RMSNorm(model.hidden, model.norm_eps, dtypes["norm"])
         self.head = Head(model.hidden, model.vocab_size, dtypes["embed_head"])
         self.tied = model.tie_embeddings
         self.tie()

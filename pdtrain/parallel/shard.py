@@ -25,15 +25,15 @@ from pdtrain.parallel.meshes import Meshes
 def units(model: Transformer, meshes: Meshes) -> Iterator[tuple[list[nn.Module], DeviceMesh, torch.dtype]]:
     """Every sharding unit in forward order: its modules, the mesh over which its gradients are reduced, its dtype.
 
-    A unit holds modules of one policy row only. Norms inside an attention belong to the block's norm unit: they stay
-    FP32 when the attention does not.
+    A unit holds modules of one policy row only: norms inside an attention belong to the block's norm unit.
     """
     tied = model.tied
     embedding: list[nn.Module] = [model.embed, model.head] if tied else [model.embed]
-    yield embedding, meshes.dp, model.head.dtype
+    dtype: torch.dtype = model.head.dtype
+    yield embedding, meshes.dp, dtype
     for block in model.layers():
         norms: list[nn.Module] = [module for module in block.modules() if isinstance(module, RMSNorm)]
-        yield norms, meshes.dp, torch.float32
+        yield norms, meshes.dp, model.norm.dtype
         yield [block.attention], meshes.dp, block.attention.dtype
         if block.dense_ffn is not None:
             yield [block.dense_ffn], meshes.dp, block.dense_ffn.dtype
@@ -43,9 +43,9 @@ def units(model: Transformer, meshes: Meshes) -> Iterator[tuple[list[nn.Module],
         yield [block.moe.experts], meshes.edp, block.moe.experts.dtype
         if block.moe.shared_expert is not None:
             yield [block.moe.shared_expert], meshes.world, block.moe.shared_expert.dtype
-    yield [model.norm], meshes.dp, torch.float32
+    yield [model.norm], meshes.dp, model.norm.dtype
     if not tied:
-        yield [model.head], meshes.dp, model.head.dtype
+        yield [model.head], meshes.dp, dtype
 
 
 def shard_unit(modules: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype, *, shard: bool) -> None:
