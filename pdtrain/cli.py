@@ -42,7 +42,25 @@ def main(argv: list[str] | None = None) -> None:
         status = 0
     except KeyboardInterrupt:
         status = _complain("interrupted", 130)
+    except Exception as error:  # a bug of ours: the user gets one line, we get the traceback
+        status = _complain(_crash_report(error), 70)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _crash_report(error: Exception) -> str:
+    """Write the traceback to a file and say where; under PDTRAIN_STRICT (tests) and in a rank of a job, let it out.
+
+    A rank's traceback belongs to its own log, where the doctor looks for it.
+    """
+    if os.environ.get("PDTRAIN_STRICT") or "RANK" in os.environ:
+        raise error
+    import tempfile
+    import traceback
+
+    with tempfile.NamedTemporaryFile("w", prefix="pdtrain-crash-", suffix=".txt", delete=False) as file:
+        file.write(f"pdtrain {__version__}, {' '.join(sys.argv)}\n")
+        file.write("".join(traceback.format_exception(error)))
+    return f"internal error: {type(error).__name__}: {error}; please report it with {file.name}"
 
 
 def _complain(message: str, status: int) -> int:

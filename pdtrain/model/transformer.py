@@ -12,8 +12,6 @@ from pdtrain.model.attention import GroupedQueryAttention, MultiHeadLatentAttent
 from pdtrain.model.layers import Embedding, Head, RMSNorm, SwiGlu
 from pdtrain.model.moe import MoeLayer
 
-ATTENTION = {"gqa": GroupedQueryAttention, "mla": MultiHeadLatentAttention}
-
 
 class Block(nn.Module):
     """Pre-norm block: attention, then a dense FFN or a MoE layer, each added to the residual stream."""
@@ -21,7 +19,10 @@ class Block(nn.Module):
     def __init__(self, model: Model, layer: int, dtypes: dict[str, torch.dtype], recompute: dict[str, bool]) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(model.hidden, model.norm_eps, dtypes["norm"])
-        self.attention = ATTENTION[model.attention](model, dtypes, recompute["attention"])
+        kind = MultiHeadLatentAttention if model.attention == "mla" else GroupedQueryAttention
+        self.attention: GroupedQueryAttention | MultiHeadLatentAttention = kind(
+            model, dtypes, recompute["attention"]
+        )
         self.ffn_norm = RMSNorm(model.hidden, model.norm_eps, dtypes["norm"])
         self.dense_ffn: SwiGlu | None = None
         self.moe: MoeLayer | None = None

@@ -29,8 +29,7 @@ def units(model: Transformer, meshes: Meshes) -> Iterator[tuple[list[nn.Module],
     """
     tied = model.tied
     embedding: list[nn.Module] = [model.embed, model.head] if tied else [model.embed]
-    dtype: torch.dtype = model.head.dtype
-    yield embedding, meshes.dp, dtype
+    yield embedding, meshes.dp, model.head.dtype
     for block in model.layers():
         norms: list[nn.Module] = [module for module in block.modules() if isinstance(module, RMSNorm)]
         yield norms, meshes.dp, model.norm.dtype
@@ -45,7 +44,7 @@ def units(model: Transformer, meshes: Meshes) -> Iterator[tuple[list[nn.Module],
             yield [block.moe.shared_expert], meshes.world, block.moe.shared_expert.dtype
     yield [model.norm], meshes.dp, model.norm.dtype
     if not tied:
-        yield [model.head], meshes.dp, dtype
+        yield [model.head], meshes.dp, model.head.dtype
 
 
 def shard_unit(modules: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype, *, shard: bool) -> None:
