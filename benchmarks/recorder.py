@@ -3,10 +3,11 @@
     pip install -c constraints.txt -e '.[train,dev]'
     python benchmarks/recorder.py [--rounds 100] [--budget 120] [--threads 1] [--log-every 1] [--batch 16]
 
-The shape is preset `tiny` in one process. "With" does what `pdtrain train` does after each step: spans, module times by
-hooks, gradient norms, router statistics, one line of metrics.jsonl and TensorBoard per step, the progress line. Both take
-turns in one process. On a shared machine trust `cpu_overhead`: the processor time of all threads, which a neighbour cannot
-take away. Standard output is one JSON line; the table goes to standard error.
+The shape is preset `tiny` in one process. "With" does what `pdtrain train` does after each step: spans, module times
+by hooks, gradient norms, router statistics, one line of metrics.jsonl and TensorBoard per step, the progress line. Both
+take turns in one process. On a shared machine read `cpu_*`: the processor time of all threads, which a neighbour cannot
+take away. The cost does not depend on the number of tokens: `--batch 1` shows its seconds most sharply.
+Standard output is one JSON line; the table goes to standard error.
 """
 
 from __future__ import annotations
@@ -109,11 +110,16 @@ def main() -> None:
     result: dict[str, object] = {"benchmark": "recorder", "rounds": len(without.wall)}
     for kind in ("wall", "cpu"):
         alone, both = getattr(without, kind), getattr(with_all, kind)
-        extra = statistics.median(b - a for a, b in zip(alone, both, strict=True))
+        differences = [b - a for a, b in zip(alone, both, strict=True)]
+        extra = statistics.median(differences)
+        # of a median, from the quartiles: contention makes outliers that a standard deviation would follow
+        low, _, high = statistics.quantiles(differences, n=4)
+        error = 1.2533 * (high - low) / 1.349 / len(differences) ** 0.5
         result |= {f"{kind}_step_seconds": statistics.median(alone), f"{kind}_extra_seconds": extra,
+                   f"{kind}_extra_standard_error": error,
                    f"{kind}_overhead": extra / statistics.median(alone)}
-        print(f"{kind:>5}: step {statistics.median(alone) * 1e3:8.2f} ms, recorded {extra * 1e3:+7.3f} ms, "
-              f"{extra / statistics.median(alone):+.2%}", file=sys.stderr)
+        print(f"{kind:>5}: step {statistics.median(alone) * 1e3:8.2f} ms, recorded {extra * 1e3:+7.2f} ± "
+              f"{error * 1e3:.2f} ms, {extra / statistics.median(alone):+.2%}", file=sys.stderr)
     result |= {"options": vars(options), "written_bytes": written, "commit": commit(), "machine": machine()}
     print(json.dumps(result))
 
