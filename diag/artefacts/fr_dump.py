@@ -35,6 +35,10 @@ KEPT_STACKS = 2
 KEPT_FRAMES = 12
 #: Longest text taken from a dump.
 MAX_TEXT = 400
+#: No call passes more tensors (one per peer of a large all_to_all), no tensor has more dimensions.
+MAX_TENSORS, MAX_DIMENSIONS = 1 << 14, 32
+#: Longer member lists are no group's.
+MAX_MEMBERS = 1 << 20
 #: Backends that mark completion by `state`. All others retire an entry when it is done.
 _STATEFUL = ("nccl", "xccl")
 _INTERNAL = re.compile(r"(?:^|/)torch/(?:distributed/(?!checkpoint|fsdp|tensor|pipelining|optim)|_|utils/_|autograd/)"
@@ -331,7 +335,7 @@ def _names_p2p(name: str) -> bool:
 
 
 def _shapes(sizes: list[list[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(map(tuple, sizes))
+    return tuple([tuple(size[:MAX_DIMENSIONS]) for size in sizes[:MAX_TENSORS]])
 
 
 @lru_cache(maxsize=4096)
@@ -408,4 +412,4 @@ def members(text: str) -> tuple[int, ...]:
         ranks = msgspec.json.decode(text, type=list[int]) if text else []
     except msgspec.DecodeError:
         return ()
-    return tuple(sorted(set(ranks)))
+    return tuple(sorted(set(ranks))) if len(ranks) <= MAX_MEMBERS else ()

@@ -9,7 +9,7 @@ from typing import Any
 
 from diag.artefacts import Artefacts, Unreadable
 from diag.artefacts.flight_recorder import NAME, FlightRecorderDump
-from diag.artefacts.fr_dump import Entry
+from diag.artefacts.fr_dump import Entry, Op
 from diag.detectors import NotChecked
 from diag.hang import groups, ops, words
 from diag.hang.analyse import Outcome, Verdict, analyse
@@ -18,6 +18,8 @@ from diag.schema import Evidence, Finding, Severity, Where
 
 #: Rank lists and tables in `numbers` are no longer than this.
 MAX_LISTED = 64
+#: Different calls of one number that are listed.
+MAX_CAMPS = 8
 #: Guilty ranks whose last call is shown, and waiting ranks whose call is shown.
 SHOWN_GUILTY, SHOWN_WAITING = 4, 2
 _SANE_NS = (1_420_000_000 * 10**9, 4_100_000_000 * 10**9)
@@ -189,8 +191,7 @@ def _numbers(verdict: Verdict, outcome: Outcome) -> dict[str, Any]:
     if entry.timeout_ms:
         numbers["timeout_seconds"] = entry.timeout_ms / 1000
     if verdict.variant in ("size", "dtype", "operation"):
-        numbers["calls"] = {str(rank): _call(calls[0]) for rank in list(group.by_rank)[:MAX_LISTED]
-                            if (calls := group.by_rank[rank].calls(seq) or item.calls.get(rank, []))}
+        numbers["calls"] = _camps(item, seq)
     if verdict.cause in ("group_order_deadlock", "p2p_unmatched") and verdict.items:
         numbers["waits"] = [{"group": i.group.label, "op": i.sample().op.name, "seq": i.seq,
                              "waiting": i.waiting[:MAX_LISTED], "for": i.awaited[:MAX_LISTED]}
@@ -198,9 +199,20 @@ def _numbers(verdict: Verdict, outcome: Outcome) -> dict[str, Any]:
     return numbers
 
 
-def _call(entry: Entry) -> dict[str, Any]:
-    return {"op": entry.op.name, "input_sizes": [list(s) for s in entry.op.input_sizes[:16]],
-            "output_sizes": [list(s) for s in entry.op.output_sizes[:16]], "dtypes": list(entry.op.input_dtypes[:4])}
+def _camps(item: Item, seq: int) -> list[dict[str, Any]]:
+    """The different calls with this number, and which ranks made each; the smallest camp first."""
+    camps: dict[Any, list[int]] = {}
+    for rank, member in item.group.by_rank.items():
+        calls = member.calls(seq) or item.calls.get(rank, [])
+        if calls:
+            camps.setdefault(tuple(entry.op for entry in calls), []).append(rank)
+    ordered = sorted(camps.items(), key=lambda camp: (len(camp[1]), camp[1]))
+    return [{"ranks": ranks[:MAX_LISTED], **_call(calls[0])} for calls, ranks in ordered[:MAX_CAMPS]]
+
+
+def _call(op: Op) -> dict[str, Any]:
+    return {"op": op.name, "input_sizes": [list(s) for s in op.input_sizes[:16]],
+            "output_sizes": [list(s) for s in op.output_sizes[:16]], "dtypes": list(op.input_dtypes[:4])}
 
 
 def _victims(outcome: Outcome, root: Verdict) -> Iterator[Finding]:

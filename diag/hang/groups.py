@@ -17,6 +17,8 @@ from diag.hang import ops
 
 #: Descriptions that say nothing; two groups that share one of these are not sisters.
 MEANINGLESS = frozenset({"", "undefined", "default_pg"})
+#: Without member lists, a rank number so many times the number of dumps is no rank's but part of the file's name.
+PLAUSIBLE_WORLD = 32
 #: A world larger than this is a misread number in a file name.
 MAX_WORLD = 1 << 20
 
@@ -109,8 +111,9 @@ def build(dumps: Iterable[FlightRecorderDump], unreadable: Iterable[int] = ()) -
     damaged = {rank for rank in unreadable if rank not in by_rank}
     known = {rank for dump in by_rank.values() for log in dump.dump.groups for rank in fr_dump.members(log.ranks)}
     ranks = {rank for rank in known | damaged | set(by_rank) if 0 <= rank < MAX_WORLD}
-    if not known:  # Gloo: ranks count from 0, so a gap in the numbers is a dump that is not there
-        ranks |= set(range(max(ranks, default=-1) + 1))
+    most = max(ranks, default=-1)
+    if not known and most < PLAUSIBLE_WORLD * (len(ranks) + 1):
+        ranks |= set(range(most + 1))  # Gloo: ranks count from 0, so a gap in the numbers is a dump that is not there
     job = Job(by_rank, ranks - set(by_rank) - damaged, damaged, [], extra)
     job.groups = [group for group in [*_listed(by_rank), *_unlisted(by_rank, ranks)] if len(group.ranks) > 1]
     for group in job.groups:
