@@ -42,6 +42,7 @@ _US = re.compile(r"\[(\d\d)/(\d\d)/(\d\d(?:\d\d)?),? (\d\d):(\d\d):(\d\d)")
 _SYSLOG = re.compile(r"(?:^|[\s\[])([A-Z][a-z]{2}) {1,2}(\d{1,2})(?: (\d{4}))? (\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?"
                      r"(?: (\d{4}))?")
 _RAY_TIME = re.compile(r"(?:^|\s)(?:INFO|WARNING|ERROR|DEBUG) (\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)")
+_CLOCK = re.compile(r"\d\d:\d\d")
 #: Stamps stand at the front; a date further on is part of a message.
 _TIME_WINDOW = 160
 
@@ -125,6 +126,23 @@ def speaker_of(text: str, at: int = 0, style: Style = Style()) -> Speaker:  # no
                    time=time_of(text, style.year), mark=mark)
 
 
+#: Any mark that `front_speaker` knows; most progress lines of one writer look alike, so this test is cheap.
+_FRONT = re.compile(r"\s{0,8}(?:\[rank ?(\d{1,6})\]:?|\[([A-Za-z_]\w*?)(\d{1,4})\]:|\[[Rr]ank (\d{1,6})\])")
+
+
+def front_speaker(text: str, style: Style = Style()) -> Speaker:  # noqa: B008 - frozen
+    """Like `speaker_of` for a line whose writer, if marked at all, is marked at its front: progress lines."""
+    found = _FRONT.match(text)
+    if found is None:
+        if "(" in text[:3] or style.srun or style.pdsh or "rank" in text[:60] or "Rank" in text[:60]:
+            return speaker_of(text[:200], 0, style)
+        return Speaker(time=time_of(text, style.year))
+    rank = found[1] or found[4] or (found[3] if found[2] == "rank" else None)
+    local = found[3] if rank is None else None
+    return Speaker(rank=int(rank) if rank is not None else None, local_rank=int(local) if local is not None else None,
+                   time=time_of(text, style.year), mark=found[0].strip())
+
+
 def _word_rank(text: str, at: int) -> int | None:
     """A rank named in words at the front of a message ("[Rank 5] Watchdog ...", "rank 8: checkpoint begin")."""
     best = None
@@ -141,6 +159,8 @@ def time_of(text: str, year: int = 1972) -> float | None:
     Stamps without a year take `year`; times of one file compare, times of two hosts compare up to their zones.
     """
     front = text[:_TIME_WINDOW]
+    if not _CLOCK.search(front):
+        return None
     if m := _ISO.search(front):
         return _seconds(m[1], m[2], m[3], m[4], m[5], m[6], m[7])
     if m := _GLOG.search(front):

@@ -26,8 +26,8 @@ PIECE = 64 << 20
 #: Below this much text a fork costs more than it saves.
 FORK_BYTES = 6 << 20
 #: Text searched for progress lines over all logs together; beyond it each log is sampled.
-PROGRESS_BYTES = 24 << 20
-PROGRESS_LEAST = 96 << 10
+PROGRESS_BYTES = 3 << 20
+PROGRESS_LEAST = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)

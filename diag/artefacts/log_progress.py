@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import re
 
+from functools import lru_cache
+
 from diag.artefacts.log_facts import Progress
-from diag.artefacts.log_lines import Style, clean, speaker_of
+from diag.artefacts.log_lines import Style, clean, front_speaker
 
 _NUMBER = r"[-+]?(?:nan|inf(?:inity)?|\d[\d,]*\.?\d*(?:e[-+]?\d+)?|\.\d+)"
 _MEGATRON = re.compile(r"\biteration\s+(\d+)/\s*(\d+)\s*\|(.*)")
+_PIPED = re.compile(r"([^|:]+): *([-+.\w]+) *(?=\||$)")
 _DICT = re.compile(r"\{['\"][\w./ -]+['\"]: ")
 _PAIR = re.compile(rf"['\"]([\w./ -]+)['\"]: ['\"]?({_NUMBER})['\"]?(?=[,}}])", re.I)
 _FIELD = re.compile(rf"([A-Za-z_][\w./() -]*?)\s*[:=]\s*({_NUMBER})(?![\w:])", re.I)
@@ -62,9 +65,9 @@ def parse_line(text: str, style: Style = Style()) -> Progress | None:  # noqa: B
         return None
     if m := _MEGATRON.search(text):
         values = {}
-        for part in m[3].split("|"):
-            key, colon, value = part.rpartition(":")
-            if colon and (number := _maybe(value.strip())) is not None:
+        for key, value in _PIPED.findall(m[3]):
+            number = _maybe(value)
+            if number is not None:
                 values[_key(key)] = number
         return _made(text, style, int(m[1]), int(m[2]), values, "megatron")
     if m := _OLMO.search(text):
@@ -94,13 +97,14 @@ def parse_line(text: str, style: Style = Style()) -> Progress | None:  # noqa: B
 
 def _made(text: str, style: Style, step: int, total: int | None, values: dict[str, float], kind: str) -> Progress:
     return Progress(step=step, total=total, values=values, kind=kind, line=0, offset=0, text=text[:400],
-                    speaker=speaker_of(text, 0, style))
+                    speaker=front_speaker(text, style))
 
 
 def _fields(text: str) -> dict[str, float]:
     return {_key(k): _float(v) for k, v in _FIELD.findall(text)[:MAX_VALUES]}
 
 
+@lru_cache(maxsize=4096)
 def _key(name: str) -> str:
     """"lm loss" -> "lm_loss"; words that only lead up to the name are dropped by keeping its last part."""
     name = re.split(r"[|,;]|\s{2,}", name.strip())[-1]
@@ -109,7 +113,7 @@ def _key(name: str) -> str:
 
 def _maybe(text: str) -> float | None:
     try:
-        return float(text.replace(",", ""))
+        return float(text.replace(",", "") if "," in text else text)
     except ValueError:
         return None
 

@@ -6,13 +6,15 @@ import re
 from collections import Counter
 
 from diag.artefacts.log_facts import Sample
-from diag.artefacts.log_lines import Style, clean, speaker_of
+from diag.artefacts.log_lines import Style, clean, front_speaker
 
 #: Words that make a line worth a look when it is rare. No verdict rests on them.
-ERROR_SHAPED = re.compile(
-    r"error|exception|\bfail|fatal|abort|panic|\bkill|denied|refused|unable|cannot|can't|could not|couldn't|corrupt"
-    r"|timed? ?out|segfault|core dumped|\bnan\b|\binf\b|invalid|mismatch|assert|not found|no such|missing|lost|dead"
-    r"|crash|unexpected|unreachable|broken|reset by peer|overflow|exhaust|insufficient|stuck|hang|hung", re.I)
+ERROR_SHAPED = (
+    "error", "exception", "fail", "fatal", "abort", "panic", "kill", "denied", "refused", "unable", "cannot", "can't",
+    "could not", "couldn't", "corrupt", "timed out", "timeout", "segfault", "core dumped", "invalid", "mismatch",
+    "assert", "not found", "no such", "missing", "lost", "dead", "crash", "unexpected", "unreachable", "broken",
+    "reset by peer", "overflow", "exhaust", "insufficient", "stuck", "hang", "hung", "= nan", ": nan", "=nan", " inf ",
+)
 TAIL_LINES = 40
 RARE_LINES = 12
 
@@ -27,10 +29,17 @@ def summarise(text: bytes, first_line: int, first_offset: int, style: Style) -> 
         if shown.strip():
             lines.append((number, offset, shown))
         offset += len(raw) + 1
-    shapes = Counter(shape(line) for _, _, line in lines)
-    tail = [_sample(entry, shapes, style) for entry in lines[-TAIL_LINES:]]
-    rare = [entry for entry in lines if shapes[shape(entry[2])] <= 2 and ERROR_SHAPED.search(entry[2])]
-    return tail, [_sample(entry, shapes, style) for entry in rare[-RARE_LINES:]]
+    suspects = [(shape(entry[2]), entry) for entry in lines if error_shaped(entry[2])]
+    shapes = Counter(form for form, _ in suspects)
+    rare = [(form, entry) for form, entry in suspects if shapes[form] <= 2]
+    tail = [_sample(entry, 1, style) for entry in lines[-TAIL_LINES:]]
+    return tail, [_sample(entry, shapes[form], style) for form, entry in rare[-RARE_LINES:]]
+
+
+def error_shaped(line: str) -> bool:
+    """Whether a line has a word of trouble in it."""
+    low = line.lower()
+    return any(word in low for word in ERROR_SHAPED)
 
 
 def shape(line: str) -> str:
@@ -39,7 +48,6 @@ def shape(line: str) -> str:
     return re.sub(r"\d+(?:\.\d+)?", "#", line)
 
 
-def _sample(entry: tuple[int, int, str], shapes: Counter[str], style: Style) -> Sample:
+def _sample(entry: tuple[int, int, str], count: int, style: Style) -> Sample:
     number, offset, text = entry
-    return Sample(line=number, offset=offset, text=text[:500], speaker=speaker_of(text, 0, style),
-                  count=shapes[shape(text)])
+    return Sample(line=number, offset=offset, text=text[:500], speaker=front_speaker(text, style), count=count)

@@ -33,7 +33,9 @@ CHATTY = "chat-"
 CHATTY_COUNT, CHATTY_TRIES = 24, 4000
 #: Text within this distance behind a traceback's start belongs to it.
 CONTEXT = 96 << 10
-TAIL = 64 << 10
+TAIL = 32 << 10
+#: Of each block beyond the budget so much is searched for progress.
+GLANCE = 8 << 10
 _ESCAPES = re.compile(ANSI.pattern.encode())
 
 
@@ -86,6 +88,7 @@ class Scan:
         if b"\0" in block[:4096]:
             block = block.replace(b"\0", b" ")  # sparse holes of a log that several writers truncated
         facts = self.facts
+        newlines = block.count(b"\n")
         first_line, first_offset = facts.lines + 1, facts.size
         counted, at_line = 0, first_line
         seen: set[tuple[int, int]] = set()
@@ -125,12 +128,12 @@ class Scan:
         for event in new:
             event.quoted = event.line in quoted
         facts.events.extend(new)
-        self._progress(block, first_line, first_offset, last)
-        self._clock(block, first_line)
-        facts.lines += block.count(b"\n") + int(last and bool(block) and not block.endswith(b"\n"))
+        self._progress(block, first_line, first_offset, last, newlines)
+        self._clock(block, first_line, newlines)
+        facts.lines += newlines + int(last and bool(block) and not block.endswith(b"\n"))
         facts.size += len(block)
         if last:
-            self._finish(block, first_line, first_offset)
+            self._finish(block, first_line + newlines, first_offset)
         self._before = block[-KEEP:]
 
     def _enough(self, rule: Rule, count: int) -> bool:
@@ -145,7 +148,7 @@ class Scan:
             front = speaker_of(block[line_start : line_start + 200].decode("utf-8", "replace"), 0, self.style)
             if front.mark:
                 speaker = msgspec.structs.replace(front, time=speaker.time or front.time)
-        if speaker.time is None:
+        if speaker.time is None and rule.role != "fact":
             time = self._time_before(block, line_start)
             if time is not None:
                 speaker = msgspec.structs.replace(speaker, time=time)
@@ -154,7 +157,7 @@ class Scan:
     def _time_before(self, block: bytes, at: int) -> float | None:
         """The stamp of the nearest stamped line above, within a few kilobytes."""
         window = block[max(0, at - KEEP) : at] if at > 512 else self._before + block[:at]
-        for line in reversed(window.decode("utf-8", "replace").splitlines()[-25:]):
+        for line in reversed(window.decode("utf-8", "replace").splitlines()[-12:]):
             time = time_of(clean(line), self.style.year)
             if time is not None:
                 return time
@@ -200,47 +203,50 @@ class Scan:
                 self._pending[speaker.mark] = found
         return quoted
 
-    def _progress(self, block: bytes, first_line: int, base: int, last: bool) -> None:
+    def _progress(self, block: bytes, first_line: int, base: int, last: bool, newlines: int) -> None:
         """All of it while the budget lasts; then the beginning of each block, and the end of the log."""
         facts = self.facts
-        half = self.budget // 2
-        if self._parsed < half or (last and self._parsed + len(block) < self.budget):
-            pieces = [(0, len(block))]
+        size, half = len(block), self.budget // 2
+        if self._parsed + size <= self.budget:
+            pieces = [(0, size)]
         else:
-            pieces = [(0, min(len(block), 32 << 10))]
+            first = min(size, max(half - self._parsed, min(self.budget // 16, GLANCE)))
+            pieces = [(0, first)]
             if last:
-                pieces.append((max(pieces[0][1], len(block) - max(half, 64 << 10)), len(block)))
+                pieces.append((max(first, size - half), size))
         for low, high in pieces:
             if low:
                 low = block.rfind(b"\n", 0, low) + 1
+            if high < size:
+                high = max(low, block.rfind(b"\n", 0, high) + 1)  # a torn line has lost fields
             self._parsed += high - low
             found = find_progress(block[low:high], self.style)
             if found:
-                lead = first_line + (block.count(b"\n", 0, low) if low else 0)
+                lead = first_line + (newlines - block.count(b"\n", low) if low else 0)
                 for item in found:
                     item.line += lead
                     item.offset += base + low
                 facts.progress.extend(found)
 
-    def _clock(self, block: bytes, first_line: int) -> None:
+    def _clock(self, block: bytes, first_line: int, newlines: int) -> None:
         for piece, line in ((block[:2000], first_line), (block[-4000:], None)):
             lines = piece.decode("utf-8", "replace").splitlines()
             for index, text in (enumerate(lines[:12]) if line is not None else reversed(list(enumerate(lines)))):
                 time = time_of(clean(text), self.style.year)
                 if time is not None:
-                    number = first_line + index if line is not None else first_line + block.count(b"\n") - (
+                    number = first_line + index if line is not None else first_line + newlines - (
                         len(lines) - 1 - index) - 1
                     self.facts.clock.append((max(number, first_line), time))
                     break
 
-    def _finish(self, block: bytes, first_line: int, base: int) -> None:
+    def _finish(self, block: bytes, end_line: int, base: int) -> None:
         facts = self.facts
         for events in self._last.values():
             facts.events.extend(events)
         facts.events.sort(key=lambda event: (event.line, event.offset))
         low = max(0, len(block) - TAIL)
         low = block.rfind(b"\n", 0, low) + 1 if low else 0
-        number = first_line + block.count(b"\n", 0, low)
+        number = end_line - block.count(b"\n", low)
         from diag.artefacts.log_rare import summarise
 
         facts.tail, facts.rare = summarise(block[low:], number, base + low, self.style)

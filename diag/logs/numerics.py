@@ -106,7 +106,7 @@ def nan(view: View, series: Series) -> Finding | None:
         loss, norm = loss_of(point), grad_norm_of(point)
         others = [v for k, v in point.values.items() if any(w in k for w in ("loss", "ce", "ctc", "ppl"))]
         printed = _bad(loss) or any(_bad(v) for v in others) or point.values.get("number_of_nan_iterations", 0) > 0
-        vanished = (point.kind == "megatron" and loss is None
+        vanished = (point.kind == "megatron" and loss is None and "number_of_nan_iterations" in point.values
                     and point.values.get("number_of_skipped_iterations", 0) == 0
                     and any(loss_of(p) is not None for p in points[:number]))
         if printed or vanished or (_bad(norm) and (loss == 0 or number >= 3)):

@@ -129,6 +129,8 @@ def format_says(says: str, groups: dict[str, str | None]) -> str:
 def to_rule(signature: Signature) -> Rule:
     """The part of `signature` that scanning needs."""
     literals, caseless = required_literals(signature.pattern)
+    if signature.anchors:
+        literals = [text.lower() for text in signature.anchors] if caseless else signature.anchors
     sure = min(signature.sure, TRIAL_CAP) if signature.trial else signature.sure
     return Rule(id=signature.id, pattern=signature.pattern, role=signature.role, cause=signature.cause,
                 severity=signature.severity, says=signature.says, all=signature.all, none=signature.none,

@@ -8,6 +8,8 @@
       pattern: '...'                   a regular expression on one line; named groups become facts
       all: ['...']                     further expressions that must be found in the same line
       none: ['...']                    expressions that must not be found in the same line
+      anchors: ['...']                 literals one of which every match contains; derived from `pattern` when absent,
+                                       given where the derived ones ("loss", "time") occur in every other line
       blames: host                     who is guilty when only this line speaks; see `Blame`
       sure: 0.9                        how often it names the root when nothing else speaks, measured on cases
       frameworks: [nccl]               where the wording comes from
@@ -61,6 +63,7 @@ class Signature(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
     says: str = ""
     all: list[Text] = []
     none: list[Text] = []
+    anchors: list[Annotated[str, msgspec.Meta(min_length=3)]] = []
     blames: Blame = "reporter"
     sure: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.8
     frameworks: list[Text] = []

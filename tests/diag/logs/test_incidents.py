@@ -62,13 +62,15 @@ DRESSES = {
 }
 #: Silence is judged by time: a log stamped anew, line by line, tells another story.
 TIMED = {"endings/silent-pulse", "endings/silent-ctrl-c"}
+#: Its hosts stand only in pdsh's prefix, which is recognised at the front of lines.
+PREFIXED = {"second/optim-missing-node2"}
 
 
 @pytest.mark.parametrize("dress", DRESSES)
 def test_the_verdict_does_not_depend_on_how_lines_are_dressed(dress):
     wrong = []
     for incident in ALL:
-        if dress == "stamped" and incident.name in TIMED:
+        if incident.name in PREFIXED or (dress == "stamped" and incident.name in TIMED):
             continue
         text = "\n".join(DRESSES[dress](incident.text.rstrip("\n").split("\n"))) + "\n"
         try:
