@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 # A folder of labelled failure logs with its own scorer, where there is one.
 CASES  ?= ../shared/cases
 
-.PHONY: demo test acceptance lint docs clean
+.PHONY: demo test acceptance lint docs bench clean
 
 demo: $(READY)  ## train a small MoE on two processes, then diagnose the run it left behind
 	$(BIN)/pdtrain demo
@@ -30,6 +30,11 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt -e '.[train,dev]'
 	touch $@
+
+bench: $(READY)  ## training step against transformers, and what recording costs; wants an idle machine
+	$(BIN)/pip install -q -c constraints.txt -e '.[train,bench]'
+	$(BIN)/python benchmarks/train_step.py
+	$(BIN)/python benchmarks/recorder_overhead.py
 
 clean:
 	rm -rf $(VENV) runs build dist
