@@ -90,10 +90,16 @@ class Instruments:
         self._aside[name] = self._aside.get(name, 0.0) + seconds
 
     def after_step(
-        self, step: int, result: StepResult, lr: float, seconds: float, validated: dict[str, float]
+        self,
+        step: int,
+        result: StepResult,
+        lr: float,
+        seconds: float,
+        data_seconds: float,
+        validated: dict[str, float],
     ) -> None:
         """Record one step and what a validation after it found; collective at logging intervals."""
-        values: dict[str, Any] = {"loss": result.loss, "lr": lr, "step_seconds": seconds}
+        values: dict[str, Any] = {"loss": result.loss, "lr": lr, "step_seconds": seconds, "data_seconds": data_seconds}
         values["grad_norm"] = result.norms.square().sum().sqrt()
         for index, row in enumerate(self.rows):
             values[f"grad_norm/{row}"] = result.norms[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -65,6 +66,8 @@ class TrainStep:
         self.device = device
         self.spans = spans
         self.limits = {row: resolved.clip(row) for row in rows}
+        #: Host seconds that the last step waited for data.
+        self.data_seconds = 0.0
         self.dp_rank = 0 if meshes is None else meshes.dp.get_local_rank()
         # Each DP rank's loss is a mean over its tokens; the routers of a tensor group see 1/tp of them each.
         for layer in model.moe_layers().values():
@@ -93,9 +96,12 @@ class TrainStep:
     def _forward_backward(self, consumed: int) -> Tensor:
         accumulation = self.resolved.accumulation
         total = torch.zeros((), device=self.device)
+        self.data_seconds = 0.0
         for index in range(accumulation):
+            began = time.perf_counter()
             with self.spans.span("data"):
                 tokens = self._micro_batch(consumed, index)
+            self.data_seconds += time.perf_counter() - began
             self._synchronise_gradients(index == accumulation - 1)
             with vocabulary_parallel_loss(self.meshes):
                 with self.spans.span("forward"):

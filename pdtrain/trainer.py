@@ -78,6 +78,7 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
         tensorboard=settings.tensorboard,
         wandb=settings.wandb,
         spans=settings.spans,
+        stall_seconds=run.train.timeout_seconds / 2,  # before the collectives themselves give up
     ) as recorder:
         instruments = Instruments(resolved, model, list(rows), recorder, meshes, place)
         instruments.announce(layout.text(), data.description, start, removed, aside)
@@ -107,7 +108,7 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
             seconds = time.perf_counter() - began
             last = step == run.train.steps
             validated = validate() if last or (run.train.val_every and step % run.train.val_every == 0) else {}
-            instruments.after_step(step, result, lr, seconds, validated)
+            instruments.after_step(step, result, lr, seconds, step_once.data_seconds, validated)
             stopping = _stop_agreed(previous if place.device.type == "cuda" else result)
             previous = result
             if step % run.train.log_every == 0 and skipped_in_a_row.item() >= MAX_SKIPPED_IN_A_ROW:

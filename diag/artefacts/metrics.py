@@ -51,6 +51,12 @@ class Series:
     lines: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
+    def rewind(self, step: int) -> None:
+        """Drop what lies beyond `step`: the run went back there and did the steps again."""
+        while self.steps and self.steps[-1] > step:
+            for column in (self.steps, self.lines, self.values):
+                column.pop()
+
 
 @dataclass(slots=True)
 class RouterWindow:
@@ -111,6 +117,11 @@ class RouterLog:
             self._span *= 2
         self.windows.append(window)
 
+    def rewind(self, step: int) -> None:
+        """Drop the windows beyond `step`; one that was merged across it stays, as its parts are no longer known."""
+        while self.windows and self.windows[-1].first_step > step:
+            self.windows.pop()
+
 
 @dataclass(kw_only=True)
 class MetricsLog(Artefact):
@@ -169,6 +180,9 @@ def read(source: Source) -> MetricsLog | Unreadable:
                     record = _decode(line)
                     if not isinstance(record, dict):
                         raise ValueError("not an object")
+                    if record.get("event") == "resume":
+                        _rewind(result, record.get("step"))
+                        continue
                     _take(result, record, number, records)
                     records, torn = records + 1, False
                 except (ValueError, OverflowError):
@@ -184,6 +198,13 @@ def read(source: Source) -> MetricsLog | Unreadable:
         result.problem = _bad_lines(bad, torn)
         result.problem_severity = "info" if bad == [number] else "warning"
     return result
+
+
+def _rewind(result: MetricsLog, step: object) -> None:
+    """Training continued after `step`: later lines so far are superseded (docs/run-directory.md)."""
+    if isinstance(step, int) and not isinstance(step, bool):
+        for column in (*result.series.values(), *result.routers.values()):
+            column.rewind(step)
 
 
 def _bad_lines(bad: list[int], torn: bool) -> str:

@@ -119,3 +119,14 @@ def test_an_archive_that_breaks_off_keeps_what_came_before() -> None:
 ])
 def test_other_files_are_not_metrics(data: bytes) -> None:
     assert reader.sniff(data, "x.jsonl") == 0.0
+
+
+def test_steps_done_again_after_a_resume_count_once() -> None:
+    """The lines beyond the step that the run went back to are superseded, and the mark itself is no record."""
+    rows = [{"step": step, "loss": 10.0 - step, "router/0/counts": [step, 1]} for step in (1, 2, 3)]
+    again = [{"step": step, "loss": 20.0 - step, "router/0/counts": [step, 2]} for step in (2, 3, 4)]
+    log = whole(lines(*rows, {"event": "resume", "time": 1.0, "step": 1}, *again))
+    assert list(log.series["loss"].steps) == [1, 2, 3, 4]
+    assert list(log.series["loss"].values) == [9.0, 18.0, 17.0, 16.0]
+    assert [window.first_step for window in log.routers[0].windows] == [1, 2, 3, 4]
+    assert log.last_step == 4
