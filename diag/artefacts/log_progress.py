@@ -9,7 +9,6 @@ of the torchvision references. Everything else is read by the generic rule: a st
 from __future__ import annotations
 
 import re
-
 from functools import lru_cache
 
 from diag.artefacts.log_facts import Progress

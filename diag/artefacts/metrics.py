@@ -203,8 +203,10 @@ def read(source: Source) -> MetricsLog | Unreadable:
 def _rewind(result: MetricsLog, step: object) -> None:
     """Training continued after `step`: later lines so far are superseded (docs/run-directory.md)."""
     if isinstance(step, int) and not isinstance(step, bool):
-        for column in (*result.series.values(), *result.routers.values()):
-            column.rewind(step)
+        for series in result.series.values():
+            series.rewind(step)
+        for router in result.routers.values():
+            router.rewind(step)
 
 
 def _bad_lines(bad: list[int], torn: bool) -> str:
