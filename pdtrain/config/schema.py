@@ -145,7 +145,9 @@ class Train(Section, frozen=True):
         Meta(description="sequences per step over all ranks; absent: micro_batch x accumulation x DP"),
     ] = None
     threads: Annotated[PositiveInt, Meta(description="CPU threads per process; changes bits")] = 1
-    log_every: Annotated[PositiveInt, Meta(description="steps between readings of the device; each step keeps its line")] = 1
+    log_every: Annotated[
+        PositiveInt, Meta(description="steps between readings of the device; each step keeps its line")
+    ] = 1
     val_every: Annotated[NonNegativeInt, Meta(description="steps between validations; 0: only at the end")] = 0
     val_sequences: Annotated[
         NonNegativeInt, Meta(description="sequences of the validation split to use; 0: no validation")
