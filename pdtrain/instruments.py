@@ -51,7 +51,7 @@ class Instruments:
         if place.leader:
             recorder.listeners.append(self.progress.update)
             recorder.closers.append(self.progress.close)  # before a traceback is printed
-        recorder.watch(model, _watched(model))
+        recorder.watch(model, _watched(model), every=self.run.recorder.module_times_every)
         self._aside: dict[str, float] = {}  # seconds since the interval began that were not training
         self._since = (0, time.perf_counter())  # step and time of the last interval's end
 
@@ -133,7 +133,8 @@ class Instruments:
         values["tokens_per_second"] = tokens_per_second
         if self.resolved.ep > 1:
             values["all_to_all_bytes_expected"] = self.expected_bytes
-            values["all_to_all_seconds"] = reduced.get("time/dispatch", 0.0) + reduced.get("time/combine", 0.0)
+            if "time/dispatch" in reduced:
+                values["all_to_all_seconds"] = reduced["time/dispatch"] + reduced["time/combine"]
         if self.peak:
             values["mfu"] = self.flops_per_token * tokens_per_second / (self.peak * self.place.world)
         return values
