@@ -6,7 +6,7 @@ whose last number is the rank, or that has `rank<number>` in it, so that a host 
 itself says about its rank (the members that all of its groups have in common) beats the name.
 
 Small sets are read in this process, after the pickle's opcodes were checked; large ones by children with limits, one
-per core, each returning only what the analysis needs (`diag.artefacts.fr_dump`).
+per core, each returning only what the analysis needs (`diag.artefacts.fr_digest`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from diag.artefacts import Artefact, Progress, Source, Unreadable, fr_dump, guarded
+from diag.artefacts import Artefact, Progress, Source, Unreadable, fr_digest, fr_dump, guarded
 from diag.artefacts.fr_dump import Dump
 from diag.errors import ArtefactError
 
@@ -83,7 +83,7 @@ def read_many(sources: Sequence[Source], progress: Progress) -> list[FlightRecor
         progress(done, total)
     files = [guarded.File(_path(sources[index]), sources[index].compression) for index in outside]
     texts: dict[str, str] = {}
-    for place, answer in guarded.run("diag.artefacts.fr_dump:digest_bytes", files, limits=LIMITS):
+    for place, answer in guarded.run("diag.artefacts.fr_digest:digest_bytes", files, limits=LIMITS):
         source = sources[outside[place]]
         if isinstance(answer, guarded.Failed):
             results[outside[place]] = _unreadable(source, answer.problem)
@@ -104,7 +104,7 @@ def _read_here(source: Source) -> FlightRecorderDump | Unreadable:
             data = stream.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             return _unreadable(source, f"expands to more than {MAX_BYTES:,} bytes; no dump is that large")
-        return _named(source, fr_dump.parse(data))
+        return _named(source, fr_digest.parse(data))
     except ArtefactError as error:
         return _unreadable(source, str(error))
 

@@ -1,6 +1,6 @@
 """Child processes in which a reader meets a stranger's bytes: limited in memory and time, several at once.
 
-    for index, answer in run("diag.artefacts.fr_dump:digest_bytes", files, limits=Limits()):
+    for index, answer in run("diag.artefacts.fr_digest:digest_bytes", files, limits=Limits()):
         ...                                  # bytes that the function returned, or `Failed` saying why not
 
 What a hostile or damaged file can do to the C unpickler (take all memory, overflow the C stack, loop for hours) it

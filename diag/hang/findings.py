@@ -30,6 +30,16 @@ _FIX = {
         "If it took another branch (end of data, a condition on its own rank), make all ranks decide together.",
         "If it was only slow (tokenising, saving, compiling), raise the timeout for that phase or move the work.",
     ],
+    "behind": [
+        "Look at that rank's GPU and links: kernel log of its host (Xid), NIC counters (link_downed), its temperature.",
+        "Get a native stack if it lives (`py-spy dump --native`): a kernel that does not end looks the same.",
+        "If it happens again on the same host, take the host out.",
+    ],
+    "device": [
+        "Find the kernel that runs before it on that GPU: native stack (`py-spy dump --native`), compute-sanitizer.",
+        "Look at the kernel log of its host (Xid) and at the GPU's clocks and temperature.",
+        "If it happens again on the same host, take the host out.",
+    ],
     "rank_dump_missing": [
         "Look for the process: log and exit code of that rank, kernel log of its host (out of memory, Xid).",
         "If it lives, it cannot run Python (GIL held, stuck in the driver): `py-spy dump --native` on it.",
@@ -100,8 +110,10 @@ def _finding(verdict: Verdict, outcome: Outcome, *, leads: bool) -> Finding:
         where.file, where.line = frame.filename, frame.line
     return Finding(
         cause=verdict.cause, summary=words.summary(verdict, outcome), severity=severity,
-        role="root" if leads and certain else "symptom", confidence=verdict.confidence if leads else 0.4,
-        where=where, evidence=evidence, fix=list(_FIX[verdict.cause]), numbers=_numbers(verdict, outcome),
+        role="root" if leads and certain else "symptom",
+        confidence=verdict.confidence if leads else 0.4,
+        where=where, evidence=evidence, fix=list(_FIX.get(verdict.variant) or _FIX[verdict.cause]),
+        numbers=_numbers(verdict, outcome),
     )
 
 
@@ -130,25 +142,25 @@ def _guilty_evidence(verdict: Verdict, outcome: Outcome) -> Iterator[Evidence]:
         if dump is None:
             continue
         if entry is None:
-            text = f"rank {rank}: no call recorded{_status(verdict.item, rank)}"
-            yield Evidence(path=dump.path, rank=rank, text=text)
+            yield Evidence(path=dump.path, rank=rank, text=f"no call recorded{_status(verdict.item, rank)}")
             continue
         label = _label(outcome, rank, entry)
         state = "completed" if entry.done else "timed out" if entry.timed_out else "not completed"
         word = "call" if convicting and verdict.cause == "collective_mismatch" else "last call"
         yield Evidence(path=dump.path, rank=rank, time=_time(entry.time_ns),
-                       text=f"rank {rank}: {word} {ops.in_words(entry)} on {label}, {state}{_at(frame)}")
+                       text=f"{word} {ops.in_words(entry)} on {label}, {state}{_at(frame)}")
 
 
 def _waiting_evidence(verdict: Verdict, outcome: Outcome) -> Iterator[Evidence]:
     shown = [(item, rank) for item in dict.fromkeys([verdict.item, *verdict.items])
              for rank in item.waiting if rank not in verdict.ranks][:SHOWN_WAITING]
     if verdict.cause == "group_order_deadlock":  # one of each camp
-        shown = [(item, rank) for item in verdict.items for rank in item.waiting[:1]][:4]
+        shown = [(item, rank) for item in verdict.items
+                 for rank in [r for r in item.waiting if r not in verdict.ranks][:1]][:4]
     for item, rank in shown:
         entry = item.calls[rank][0]
         yield Evidence(path=outcome.job.dumps[rank].path, rank=rank, time=_time(entry.time_ns),
-                       text=f"rank {rank}: waits in {ops.in_words(entry)} on {item.group.label}"
+                       text=f"waits in {ops.in_words(entry)} on {item.group.label}"
                             f"{', timed out' if entry.timed_out else ''}{_at(words.frame_of(entry.stack))}")
 
 

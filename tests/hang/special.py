@@ -17,6 +17,7 @@ from tests.hang.scenarios import (
     ORDER,
     P2P,
     UNDETERMINED,
+    Layout,
     Programs,
     Scenario,
     only_world,
@@ -156,11 +157,18 @@ def _twins() -> list[Scenario]:
 
 def _chains() -> list[Scenario]:
     """Waits that lead through several groups to one rank, and head-on sends."""
+    held = Layout(16, 4, 8, pp=2)  # two ranks held the GIL: dumps of waiting calls only, so theirs are empty
+    groups = held.groups()
+    programs = held.programs(groups, 3, random.Random(3))
+    for rank in (9, 14):
+        place = [i for i, call in enumerate(programs[rank]) if call.op == "all_to_all"][-3]
+        del programs[rank][place:]
+    gil = Scenario("two-held-the-gil", World(16, groups, programs, 5), {9, 14}, {MISSING}, {"active": True})
     layout = LAYOUTS[5]
     groups = layout.groups()
     programs = layout.programs(groups, 4, random.Random(5))
     del programs[0][len(programs[0]) // 2:]
-    found = [Scenario("pipeline-source-stops", World(layout.size, groups, programs), {0}, {P2P, MISSING})]
+    found = [gil, Scenario("pipeline-source-stops", World(layout.size, groups, programs), {0}, {P2P, MISSING})]
     groups, programs = only_world(4, 4)
     programs[2][3:] = [Call("w", "send", peer=3), Call("w", "all_reduce")]
     programs[3][3:] = [Call("w", "all_reduce")]

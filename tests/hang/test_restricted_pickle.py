@@ -84,7 +84,7 @@ def test_children_survive_what_is_not_scanned(tmp_path: Path) -> None:
     good.write_bytes(pickle.dumps(dump()))
     files.append(guarded.File(str(good)))
     limits = guarded.Limits(seconds=3, memory=1 << 30)
-    answers = dict(guarded.run("diag.artefacts.fr_dump:digest_bytes", files, limits=limits))
+    answers = dict(guarded.run("diag.artefacts.fr_digest:digest_bytes", files, limits=limits))
     assert sorted(answers) == list(range(len(files)))
     assert isinstance(answers[len(files) - 1], bytes)
     assert all(isinstance(answers[n], guarded.Failed) for n in range(len(files) - 1))
