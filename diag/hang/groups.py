@@ -137,7 +137,7 @@ def _one_each(dumps: Iterable[FlightRecorderDump]) -> tuple[dict[int, FlightReco
     for dump in sorted(named, key=lambda d: (d.dump.newest_ns, d.dump.newest_record, d.dump.entries)):
         assert dump.rank is not None
         if dump.rank in chosen:
-            extra.append(f"an older dump of rank {dump.rank}, {chosen[dump.rank].path}")
+            extra.append(f"another dump of rank {dump.rank}, {chosen[dump.rank].path}")
         chosen[dump.rank] = dump
     return dict(sorted(chosen.items())), extra
 

@@ -216,7 +216,7 @@ def slow(*values: object) -> object:
     [
         (missing_rank, "collective_missing_rank", [2]),
         slow(missing_in_subgroup, "collective_missing_rank", [1]),
-        (wrong_operation, "collective_mismatch", [0]),
+        slow(wrong_operation, "collective_mismatch", [0]),
         (wrong_size, "collective_mismatch", [3]),
         slow(wrong_dtype, "collective_mismatch", [1]),
         (other_order, "group_order_deadlock", [3]),
