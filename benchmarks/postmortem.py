@@ -53,7 +53,8 @@ def chatter(rank: int, host: str) -> list[str]:
 
 def iteration(step: int, rank: int, noise: random.Random) -> str:
     """One progress line as Megatron-LM prints it."""
-    return (f"[default{rank % 8}]: iteration {step:8d}/  500000 | consumed samples: {step * 2048:12d} | consumed tokens: "
+    return (f"[default{rank % 8}]: iteration {step:8d}/  500000 | consumed samples: {step * 2048:12d} | "
+            f"consumed tokens: "
             f"{step * 4194304:14d} | elapsed time per iteration (s): {noise.gauss(10.5, 0.05):.2f} | learning rate: "
             f"4.475E-05 | global batch size:  2048 | lm loss: {noise.gauss(2.3, 0.01):.6E} | grad norm: "
             f"{noise.gauss(0.15, 0.01):.3f} | num zeros: 0.0 | number of skipped iterations:   0 | number of nan "
@@ -68,7 +69,8 @@ def failure(rank: int) -> list[str]:
             "Traceback (most recent call last):", '  File "/w/train.py", line 211, in <module>', "    main()",
             '  File "/w/data.py", line 88, in __getitem__', "    return self.index[key]", "KeyError: 'doc-991182'")]
     if rank % 16 == 0:
-        return [f"[rank{rank}]:[E810 03:04:10.85061786{rank % 10} ProcessGroupNCCL.cpp:683] [Rank {rank}] Watchdog caught "
+        return [f"[rank{rank}]:[E810 03:04:10.85061786{rank % 10} ProcessGroupNCCL.cpp:683] [Rank {rank}] "
+                f"Watchdog caught "
                 "collective operation timeout: WorkNCCL(SeqNum=7811, OpType=ALLREDUCE, NumelIn=80, NumelOut=80, "
                 "Timeout(ms)=600000) ran for 600003 milliseconds before timing out.",
                 f"[rank{rank}]:[E810 03:05:11.145572903 ProcessGroupNCCL.cpp:758] [Rank {rank}] To avoid data "
@@ -91,7 +93,8 @@ def generate(folder: Path, megabytes: int, files: int) -> int:
                     step += 1
                     part.append(iteration(step, rank, noise))
                     if step % 50 == 0:
-                        part.append(f"[default{rank % 8}]:[2026-08-10 02:{step // 60 % 60:02d}:{step % 60:02d},441] [INFO] "
+                        part.append(f"[default{rank % 8}]:[2026-08-10 02:{step // 60 % 60:02d}:{step % 60:02d},441] "
+                                    f"[INFO] "
                                     f"[timer.py:260:stop] epoch=0/micro_step={step}/global_step={step}, "
                                     "RunningAvgSamplesPerSec=58.73, CurrSamplesPerSec=61.35, MemAllocated=6.01GB")
                 size += out.write("\n".join(part) + "\n")

@@ -1,1 +1,1 @@
-"""Playbooks: one Markdown file per failure. A package, so that importlib.resources finds them wherever it is installed."""
+"""Playbooks: one Markdown file per failure. A package, so that importlib.resources finds them when installed."""
