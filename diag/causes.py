@@ -181,6 +181,14 @@ GENERAL = frozenset({
 })
 
 
+#: Confirmed by somebody who prints late: a daemon at the end of a step, the kernel's log pasted below, the device.
+LATE = frozenset({"host_oom", "gpu_ecc", "gpu_fell_off_bus", "nvlink_error", "node_failure", "ib_hca_failure",
+                  "shm_too_small", "device_assert_vocab", "fabric_manager"})
+#: Says that something died and not why: the order of lines does not acquit a cause in `LATE`.
+VAGUE = frozenset({"killed_unconfirmed", "segfault", "cuda_kernel_fault", "gpu_hw_fault", "dataloader_worker_killed",
+                   "driver_mismatch"})
+
+
 def tier(cause: str) -> int:
     """3 for a specific fault, 2 for a general one, 1 for waiting: what to believe when the order is not known."""
     return 1 if cause in WAITING else 2 if cause in GENERAL else 3
@@ -202,7 +210,8 @@ _SPECIFIC: dict[str, tuple[Link, ...]] = {
     "gpu_ecc": _links("gpu_hw_fault", "cuda_kernel_fault", "cuda_oom", "cuda_oom_shared_gpu", "gpu_fell_off_bus",
                       "exception_unknown", "peer_exception", "segfault", "killed_unconfirmed"),
     "gpu_fell_off_bus": _links("gpu_hw_fault", "cuda_kernel_fault", "nvlink_error", "gpu_ecc", "driver_mismatch",
-                               "exception_unknown", "peer_exception", "segfault", "slow_node"),
+                               "exception_unknown", "peer_exception", "segfault", "slow_node",
+                               "killed_unconfirmed"),
     "nvlink_error": _links("gpu_hw_fault", "cuda_kernel_fault", "exception_unknown", "peer_exception", "segfault"),
     "gpu_hw_fault": _links("cuda_kernel_fault", "exception_unknown", "peer_exception", "segfault", "code_error"),
     "cuda_kernel_fault": _links("exception_unknown", "peer_exception", "segfault", "gpu_hw_fault"),

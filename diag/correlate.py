@@ -8,13 +8,16 @@ the order is not known, the more specific and more certain one. Unknown never eq
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 
 from diag.artefacts import Artefacts
-from diag.causes import CAUSES, EXPLAINS, Shared, tier
+from diag.causes import CAUSES, EXPLAINS, LATE, VAGUE, Shared, tier
 from diag.schema import SEVERITY_ORDER, Evidence, Finding
 
 #: A second unexplained failure makes the verdict less certain.
 RIVAL = 0.85
+#: A confirmation comes at the latest when the scheduler has cleaned up the step.
+LATE_SECONDS = 3600.0
 Before = Callable[[Finding, Finding], "bool | None"]
 
 
@@ -31,13 +34,13 @@ def correlate(findings: list[Finding], artefacts: Artefacts) -> list[Finding]:
     for other in roots[1:]:
         if leads(other, root):
             root = other
-    accounted = _accounted(root, candidates)
+    accounted = _accounted(root, [f for f in findings if f in candidates or _undetermined(f)])
     rivals = [f for f in roots if f is not root and f not in accounted and tier(f.cause) >= 2
               and SEVERITY_ORDER[f.severity] >= SEVERITY_ORDER["error"]]
     if rivals and before(root, rivals[0]) is not True:
         root.confidence = round(root.confidence * RIVAL, 3)
     root.role = "root"
-    for finding in candidates:
+    for finding in [*candidates, *accounted]:
         if finding is not root:
             finding.role = "victim" if finding in accounted else "symptom"
     for finding in findings:
@@ -56,10 +59,39 @@ def can_lead(finding: Finding) -> bool:
         SEVERITY_ORDER[finding.severity] >= SEVERITY_ORDER["warning"]
 
 
+def _undetermined(finding: Finding) -> bool:
+    """Seen, serious, and not a cause: something else may account for it."""
+    cause = CAUSES.get(finding.cause)
+    return cause is not None and cause.verdict == "unknown" and finding.role != "context" and \
+        SEVERITY_ORDER[finding.severity] >= SEVERITY_ORDER["warning"]
+
+
 def explains(a: Finding, b: Finding) -> bool:
     """Whether `a` accounts for `b`."""
-    return any(link.cause == b.cause and before(b, a) is not True and shares(a, b, link.same)
+    return any(link.cause == b.cause and (before(b, a) is not True or confirms_late(a, b)) and shares(a, b, link.same)
                for link in EXPLAINS.get(a.cause, ()))
+
+
+def confirms_late(a: Finding, b: Finding) -> bool:
+    """Whether `a`, though printed below `b`, may be what happened first: nobody prints it at once, and `b` is vague.
+
+    Time stamps that lie further apart than `LATE_SECONDS` contradict, and so do two hosts.
+    """
+    vague = b.cause in VAGUE or b.numbers.get("signatures") == ["cuda-launch-failure"]
+    if a.cause not in LATE or not vague:
+        return False
+    if a.where.hosts and b.where.hosts and not set(a.where.hosts) & set(b.where.hosts):
+        return False
+    first, second = _onset(a), _onset(b)
+    times = [_seconds(e.time) for e in (first, second) if e is not None and e.time]
+    return len(times) < 2 or None in times or abs(times[0] - times[1]) <= LATE_SECONDS  # type: ignore[operator]
+
+
+def _seconds(time: str) -> float | None:
+    try:
+        return datetime.fromisoformat(time).timestamp()
+    except ValueError:
+        return None
 
 
 def shares(a: Finding, b: Finding, what: Shared) -> bool:

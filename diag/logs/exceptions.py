@@ -7,8 +7,10 @@ because the log does not tell.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
+from diag.artefacts.log_facts import Traceback
 from diag.artefacts.log_rare import shape
 from diag.artefacts.traceback import user_frame
 from diag.logs.culprit import WAITING, culprit_by_elimination
@@ -23,6 +25,17 @@ REPORTERS = {"ChildFailedError", "CalledProcessError", "ProcessRaisedException",
              "ConnectionRefusedError", "RayActorError", "ActorDiedError", "WorkerCrashedError", "RayTaskError",
              "CheckpointException", "RendezvousConnectionError", "RendezvousTimeoutError", "RendezvousClosedError",
              "CancelledError"}
+#: Errors of a file or its format; others raised while a checkpoint is read (AttributeError, say) are faults of code.
+READ_ERRORS = {"OSError", "EOFError", "RuntimeError", "UnpicklingError", "BadZipFile", "ValueError", "error",
+               "SafetensorError", "UnicodeDecodeError", "PickleError", "zlib.error", "BadGzipFile"}
+_READERS = re.compile(r"torch/serialization\.py:(?:load|_load|_legacy_load|__init__|_open_zipfile_reader)$"
+                      r"|safetensors/\S+:load|distributed/checkpoint/filesystem\.py:read")
+#: Messages of exceptions that only carry another one, whose own traceback follows.
+_CARRIES = re.compile(r"^\s*$|^Caught \w+ in (?:DataLoader worker|replica|pin memory thread)|"
+                      r"^-- (?:Tracebacks above this line|Process \d+ terminated)|"
+                      r"^(?:A|One of the) \w*(?:process|worker)\w* (?:raised|failed)")
+#: The carried traceback begins at most this many lines below; its frames take up to four lines each.
+CARRIED_LINES = 8
 #: Lines that parsers read and that are the whole message of an exception: others turn them into findings.
 TELLING_FACTS = {"store-barrier", "clients-joined", "watchdog-timeout", "watchdog-status", "watchdog-at-work",
                  "desync-report", "checkpoint-exception"}
@@ -57,6 +70,8 @@ def claims(view: View) -> tuple[dict[int, list[Item]], list[Raised], list[Raised
                    or i.rule.id in TELLING_FACTS]
         if any(log == raised.place.log and 0 < raised.traceback.line - line < 60 for log, line in ignored):
             reporters.append(raised)
+        elif carries(view, raised):
+            reporters.append(raised)
         elif known:
             claimed[number] = known
         elif victims or raised.short in REPORTERS:
@@ -64,6 +79,15 @@ def claims(view: View) -> tuple[dict[int, list[Item]], list[Raised], list[Raised
         else:
             free.append(raised)
     return claimed, free, reporters
+
+
+def carries(view: View, raised: Raised) -> bool:
+    """Whether an exception only carries another one out of a worker: the traceback below it is the fault's own."""
+    end = raised.traceback.end_line
+    return bool(_CARRIES.match(raised.traceback.message)) and any(
+        0 < other.traceback.line - end <= CARRIED_LINES + 4 * len(other.traceback.origin.frames)
+        and other.place.log == raised.place.log
+        and other.traceback.speaker.mark == raised.traceback.speaker.mark for other in view.raised)
 
 
 def _spans(raised: Raised) -> list[tuple[int, int]]:
@@ -122,6 +146,8 @@ def _finding(view: View, group: Group) -> Finding | None:
     kind = origin.type if origin else group.items[0].groups["type"]
     message = (origin.message if origin else group.items[0].groups.get("message", "")).split("\n")[0][:300]
     frame = user_frame(origin) if origin else None
+    if origin and origin.frames and kind.rsplit(".", 1)[-1] in READ_ERRORS and _reads_checkpoint(origin):
+        return _unreadable(view, group, origin, named)
     waiting = others_wait(view, places[0], ranks)
     buggy = any(i.rule.id in GENERIC and i.rule.cause == "code_error" and _inside(i, group) for i in view.items)
     if waiting and not everybody and not buggy:
@@ -146,6 +172,23 @@ def _finding(view: View, group: Group) -> Finding | None:
                    where=Where(ranks=named, hosts=hosts, file=frame.file if frame else None,
                                line=frame.line if frame else None, time=proof[0].time),
                    evidence=proof[:5], numbers=numbers)
+
+
+def _reads_checkpoint(origin: Traceback) -> bool:
+    """Whether the exception was raised inside the code that reads checkpoints."""
+    return any(_READERS.search(f"{f.file}:{f.function}") for f in origin.frames[-4:])
+
+
+def _unreadable(view: View, group: Group, origin: Traceback, ranks: list[int]) -> Finding:
+    """An exception of the file or its format, raised while a checkpoint was read."""
+    caller = user_frame(origin)
+    shown = f"{caller.file}:{caller.line}" if caller else "?"
+    hosts = sorted({view.identity.host_of[r] for r in ranks if r in view.identity.host_of})
+    return Finding(cause="ckpt_corrupt", severity="fatal", confidence=0.7,
+                   where=Where(ranks=ranks, hosts=hosts, file=caller.file if caller else None,
+                               line=caller.line if caller else None),
+                   summary=f"A checkpoint could not be read at {shown}: {origin.type}: {origin.message[:160]}",
+                   evidence=[r.evidence() for r in group.raised[:4]])
 
 
 def _inside(item: Item, group: Group) -> bool:

@@ -61,7 +61,7 @@ DRESSES = {
     "ray": lambda lines: [f"(TrainWorker pid=4242) {line}" for line in lines],
 }
 #: Silence is judged by time: a log stamped anew, line by line, tells another story.
-TIMED = {"endings/silent-pulse", "endings/silent-ctrl-c"}
+TIMED = {"endings/silent-pulse", "endings/silent-ctrl-c", "kinds/late-but-another-day"}
 #: Its hosts stand only in pdsh's prefix, which is recognised at the front of lines.
 PREFIXED = {"second/optim-missing-node2"}
 
