@@ -1,9 +1,10 @@
 """Progress lines: the step a run has reached, and the numbers it printed with it.
 
 Formats known by their own layout: Megatron-LM and its forks ("iteration 17/ 500 | lm loss: ... |"), Hugging Face
-Trainer dictionaries, OLMo blocks ("[step=3/2000" and indented "key=value" lines), tqdm bars, "Epoch: [4] [ 480/1251]"
-of the torchvision references. Everything else is read by the generic rule: a step counter and at least one metric
-(torchtitan, DeepSpeed, fairseq JSON, litgpt, RETURNN, nanoGPT, home-made loops).
+Trainer dictionaries, OLMo and Composer blocks ("[step=3/2000" or "[batch=3/4800]:" and indented lines of one value),
+tqdm bars, Keras bars, "Epoch: [4] [ 480/1251]" of the torchvision references, "Epoch(train) [4][480/1251]" of mmengine.
+Everything else is read by the generic rule: a step counter and at least one metric (torchtitan, DeepSpeed, fairseq
+JSON, litgpt, RETURNN, nanoGPT, home-made loops), or a loss beside any other counter.
 """
 
 from __future__ import annotations
@@ -20,18 +21,26 @@ _PIPED = re.compile(r"([^|:]+): *([-+.\w]+) *(?=\||$)")
 _DICT = re.compile(r"\{['\"][\w./ -]+['\"]: ")
 _PAIR = re.compile(rf"['\"]([\w./ -]+)['\"]: ['\"]?({_NUMBER})['\"]?(?=[,}}])", re.I)
 _FIELD = re.compile(rf"([A-Za-z_][\w./() -]*?)\s*[:=]\s*({_NUMBER})(?![\w:])", re.I)
-_OLMO = re.compile(r"\[step=(\d+)(?:/(\d+))?")
-_OLMO_VALUE = re.compile(rf"^\s{{2,}}([\w./ ()-]+)=({_NUMBER})\s*$", re.I)
+_COUNT = re.compile(r"['\"](?:iteration|step|global_step(?:/max_steps)?)['\"]: ['\"](\d+)/(\d+)['\"]")
+_OLMO = re.compile(r"\[(?:step|batch)=(\d+)(?:/(\d+))?")
+_OLMO_VALUE = re.compile(rf"(?:^|[|>)\]:Z])\s{{2,}}(?:Train )?([\w./ ()-]+)(?:=|: )({_NUMBER})\s*$", re.I)
+_KERAS = re.compile(r"(?:^|[\s|>])(\d+)/(\d+) (?:\[[=>.]+\]|[\u2501\u2500]+)\s")
 _TQDM = re.compile(r"(?P<desc>[^|\r]{0,80}?):?\s+\d+%\|.*?\|\s*(?P<n>\d+)/(?P<total>\d+) \[[\d:]+<[\d:?]+"
                    r"(?P<rest>[^\]]*)")
-_EPOCH = re.compile(r"Epoch:?\s*\[(\d+)\]\s*\[\s*(\d+)/(\d+)\]")
+_EPOCH = re.compile(r"Epoch(?:\(train\))?:?\s*\[(\d+)\]\s*\[\s*(\d+)/(\d+)\]")
 _STEP = re.compile(r"(?:^|[\s\[(,|\"'{])(?:global[_ ]?step|train[_ ]?step|step|iter(?:ation)?|batch(?:_idx)?|"
-                   r"num_updates|updates?|it)s?[\"']?\s*[:=#\[ ]\s*[\"']?(\d+)(?:\s*/\s*(\d+))?", re.I)
-_WORD_VALUE = re.compile(rf"\b((?:\w+[_.])?(?:loss|ce|ctc\w*|ppl|fer|nll)\w*)\s+({_NUMBER})(?![\w.])", re.I)
+                   r"num_updates|updates?|it)s?[\"'\]]?\s*[:=#\[( ]\s*[\"']?(\d+)(?:\s*/\s*(\d+))?", re.I)
+_STEPPED = re.compile(r"step|update", re.I)
+_WORD_VALUE = re.compile(rf"\b((?:\w+[_.-])*(?:loss|ce|ctc\w*|ppl|fer|nll|gradient-norm)\w*)\]?\s+({_NUMBER})(?![\w.])",
+                         re.I)
+#: A loss under any name, and a counter under any name: the last resort.
+_ANY_LOSS = re.compile(rf"([\w./-]*loss)[\"'\])]?\s*[:= ]\s*[\"']?({_NUMBER})(?![\w:%])", re.I)
+_ANY_COUNT = re.compile(r"(?<![\w./-])(\d+)\s?/\s?(\d+)(?![\w./-])|\b(?:epoch|ep|round|e)[\s:=#\[(]*(\d+)\b", re.I)
+_OTHER_SPLIT = re.compile(r"\b(?:eval\w*|valid\w*|val|test\w*|best|mean|average|final|dev)\b", re.I)
 _METRIC = re.compile(r"loss|\bce\b|ctc|ppl|perplexity|nll|grad|\blr\b|learning.rate|tok|samples|speed|time|it/s|sec",
                      re.I)
 #: Cheap test that most lines fail.
-_QUICK = (b"oss", b"iteration", b"step", b"%|", b"Epoch", b"ppl", b"ctc", b"tokens_per", b"grad", b"=")
+_QUICK = (b"oss", b"OSS", b"iteration", b"step", b"%|", b"Epoch", b"ppl", b"ctc", b"tokens_per", b"grad", b"=")
 MAX_VALUES = 40
 
 
@@ -45,7 +54,7 @@ def find_progress(block: bytes, style: Style) -> list[Progress]:
             if b"\r" in raw:
                 raw = raw.rstrip(b"\r").rsplit(b"\r", 1)[-1]
             text = clean(raw.decode("utf-8", "replace"))
-            if open_block is not None and (value := _OLMO_VALUE.match(text)):
+            if open_block is not None and (value := _OLMO_VALUE.search(text)):
                 if len(open_block.values) < MAX_VALUES:
                     open_block.values[_key(value[1])] = _float(value[2])
             else:
@@ -77,21 +86,43 @@ def parse_line(text: str, style: Style = Style()) -> Progress | None:  # noqa: B
         if not any("loss" in k or "grad" in k for k in values):
             return None
         kind = "summary" if "train_runtime" in values or any(k.startswith("eval") for k in values) else "dict"
+        if step is None and (count := _COUNT.search(text)):
+            return _made(text, style, int(count[1]), int(count[2]), values, kind)
         return _made(text, style, int(step) if step is not None and step == step and step < 1e15 else -1, None, values,
                      kind)
     if m := _EPOCH.search(text):
-        return _made(text, style, int(m[2]), int(m[3]), _fields(text), f"epoch {m[1]}")
+        return _made(text, style, int(m[2]), int(m[3]), _fields(text) | _words(text), f"epoch {m[1]}")
     if m := _TQDM.search(text):
         kind = "bar " + re.sub(r"\d+", "#", re.sub(r"^.*\]:?\s*", "", m["desc"]).strip())[-40:]
-        return _made(text, style, int(m["n"]), int(m["total"]), _fields(m["rest"]), kind)
-    if (m := _STEP.search(text)) and _METRIC.search(text):
-        values = _fields(text) | {_key(k): _float(v) for k, v in _WORD_VALUE.findall(text)}
+        return _made(text, style, int(m["n"]), int(m["total"]), _fields(m["desc"]) | _fields(m["rest"]), kind)
+    if m := _KERAS.search(text):
+        return _made(text, style, int(m[1]), int(m[2]), _fields(text), "keras")
+    if (m := _step(text)) and _METRIC.search(text):
+        values = _fields(text) | _words(text)
         values = {k: v for k, v in values.items() if _METRIC.search(k.replace("_", " ")) or k in ("epoch", "skipped")
                   or "scale" in k or "mfu" in k or "flops" in k}
-        if not values:
-            return None
-        return _made(text, style, int(m[1]), int(m[2]) if m[2] else None, values, "step")
-    return None
+        if values:
+            return _made(text, style, int(m[1]), int(m[2]) if m[2] else None, values, "step")
+    return _loose(text, style)
+
+
+def _step(text: str) -> re.Match[str] | None:
+    """The step counter of a line: the one called a step where several counters are printed."""
+    found = list(_STEP.finditer(text))[:6]
+    return next((m for m in found if _STEPPED.search(m[0])), found[0] if found else None)
+
+
+def _loose(text: str, style: Style) -> Progress | None:
+    """Any key that ends in "loss", beside any counter; without the word for another split than training."""
+    if len(text) > 600 or _OTHER_SPLIT.search(text):
+        return None
+    losses = {_key(k): _float(v) for k, v in _ANY_LOSS.findall(text)[:MAX_VALUES]}
+    count = _ANY_COUNT.search(text) if losses else None
+    if count is None:
+        return None
+    if count[1] is None:
+        return _made(text, style, int(count[3]), None, losses, "loose epoch")
+    return _made(text, style, int(count[1]), int(count[2]), losses, "loose")
 
 
 def _made(text: str, style: Style, step: int, total: int | None, values: dict[str, float], kind: str) -> Progress:
@@ -101,6 +132,10 @@ def _made(text: str, style: Style, step: int, total: int | None, values: dict[st
 
 def _fields(text: str) -> dict[str, float]:
     return {_key(k): _float(v) for k, v in _FIELD.findall(text)[:MAX_VALUES]}
+
+
+def _words(text: str) -> dict[str, float]:
+    return {_key(k): _float(v) for k, v in _WORD_VALUE.findall(text)}
 
 
 @lru_cache(maxsize=4096)
@@ -122,19 +157,25 @@ def _float(text: str) -> float:
     return float("nan") if number is None else number
 
 
+#: Losses beside the one that is trained for, and the scale of fp16.
+_NOT_THE_LOSS = re.compile(r"scale|balanc|aux|z_?loss|router|best|lbl|moe")
+
+
 def loss_of(item: Progress) -> float | None:
     """The training loss of a progress line, under whichever name; None when it prints none."""
     values = item.values
-    for name in ("lm_loss", "loss", "train_loss", "train/crossentropyloss", "train/loss", "ce", "total_loss"):
+    for name in ("lm_loss", "loss", "train_loss", "train/crossentropyloss", "train/loss", "ce", "total_loss",
+                 "loss/train/total"):
         if name in values:
             return values[name]
     return next((v for k, v in values.items()
-                 if "loss" in k and "scale" not in k and not k.startswith(("eval", "val", "test"))), None)
+                 if "loss" in k and not _NOT_THE_LOSS.search(k) and not k.startswith(("eval", "val", "test"))), None)
 
 
 def grad_norm_of(item: Progress) -> float | None:
     """The gradient norm of a progress line; None when it prints none."""
-    for name in ("grad_norm", "gnorm", "grad-norm", "gradnorm", "optim/total_grad_norm", "train/grad_norm", "grad"):
+    for name in ("grad_norm", "gnorm", "grad-norm", "gradnorm", "optim/total_grad_norm", "train/grad_norm", "grad",
+                 "gradient-norm", "gradient_norm"):
         if name in item.values:
             return item.values[name]
     return None

@@ -68,9 +68,8 @@ def claims(view: View) -> tuple[dict[int, list[Item]], list[Raised], list[Raised
         known = [i for i in inside if i.rule.role == "initiating" and i.rule.id not in GENERIC]
         victims = [i for i in inside if (i.rule.role == "victim" and i.rule.id != "launcher-wrappers")
                    or i.rule.id in TELLING_FACTS]
-        if any(log == raised.place.log and 0 < raised.traceback.line - line < 60 for log, line in ignored):
-            reporters.append(raised)
-        elif carries(view, raised):
+        hushed = any(log == raised.place.log and 0 < raised.traceback.line - line < 60 for log, line in ignored)
+        if hushed or carries(view, raised):
             reporters.append(raised)
         elif known:
             claimed[number] = known
