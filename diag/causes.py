@@ -205,6 +205,7 @@ _SPECIFIC: dict[str, tuple[Link, ...]] = {
     "loss_nan": _links("cuda_kernel_fault", "device_assert_vocab", "fp16_loss_scale_collapse", "exception_unknown",
                        "peer_exception", "code_error", "gpu_hw_fault"),
     "grad_explosion": _links("loss_nan", "loss_spike", "loss_divergence", "fp16_loss_scale_collapse"),
+    "loss_resume_jump": _links("loss_nan", "loss_spike", "loss_divergence"),
     "loss_divergence": _links("loss_nan", "fp16_loss_scale_collapse"),
     "fp16_loss_scale_collapse": _links("loss_nan", "loss_spike", "loss_divergence", "exception_unknown"),
     "gpu_ecc": _links("gpu_hw_fault", "cuda_kernel_fault", "cuda_oom", "cuda_oom_shared_gpu", "gpu_fell_off_bus",

@@ -31,8 +31,8 @@ _EPOCH = re.compile(r"Epoch(?:\(train\))?:?\s*\[(\d+)\]\s*\[\s*(\d+)/(\d+)\]")
 _STEP = re.compile(r"(?:^|[\s\[(,|\"'{])(?:global[_ ]?step|train[_ ]?step|step|iter(?:ation)?|batch(?:_idx)?|"
                    r"num_updates|updates?|it)s?[\"'\]]?\s*[:=#\[( ]\s*[\"']?(\d+)(?:\s*/\s*(\d+))?", re.I)
 _STEPPED = re.compile(r"step|update", re.I)
-_WORD_VALUE = re.compile(rf"\b((?:\w+[_.-])*(?:loss|ce|ctc\w*|ppl|fer|nll|gradient-norm)\w*)\]?\s+({_NUMBER})(?![\w.])",
-                         re.I)
+_WORD = r"(?:loss|ce|ctc\w*|ppl|fer|nll|g(?:rad(?:ient)?[_-])?norm)"
+_WORD_VALUE = re.compile(rf"\b((?:\w+[_.-])*{_WORD}\w*)\]?\s+({_NUMBER})(?![\w.])", re.I)
 #: A loss under any name, and a counter under any name: the last resort.
 _ANY_LOSS = re.compile(rf"([\w./-]*loss)[\"'\])]?\s*[:= ]\s*[\"']?({_NUMBER})(?![\w:%])", re.I)
 _ANY_COUNT = re.compile(r"(?<![\w./-])(\d+)\s?/\s?(\d+)(?![\w./-])|\b(?:epoch|ep|round|e)[\s:=#\[(]*(\d+)\b", re.I)

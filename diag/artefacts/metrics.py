@@ -151,6 +151,8 @@ def sniff(head: bytes, name: str) -> float:
         except ValueError:
             continue  # torn, or longer than the head
         if isinstance(record, dict) and _is_record(record):
+            if name.endswith((".log", ".txt", ".out", ".err")) and not _routed(record):
+                return 0.0  # a console log whose program prints JSON
             return 0.9 if name.endswith(".jsonl") or "metrics" in name else 0.8
         return 0.0
     return 0.5 if name.endswith(".jsonl") and _START.match(head) else 0.0
@@ -159,11 +161,14 @@ def sniff(head: bytes, name: str) -> float:
 def _is_record(record: dict[str, Any]) -> bool:
     if isinstance(record.get("span"), str) or isinstance(record.get("event"), str):
         return False  # another file of the run directory
-    routed = any(_ROUTER_KEY.fullmatch(key) for key in record) or any(
-        key in values for _, values in _routers(record) for key in COUNT_KEYS)
     numbers = sum(isinstance(value, (int, float)) and not isinstance(value, bool) for value in record.values())
     special = any(value in _SPECIAL for value in record.values() if isinstance(value, str))
-    return routed or (any(key in record for key in STEP_KEYS) and (numbers >= 2 or special))
+    return _routed(record) or (any(key in record for key in STEP_KEYS) and (numbers >= 2 or special))
+
+
+def _routed(record: dict[str, Any]) -> bool:
+    return any(_ROUTER_KEY.fullmatch(key) for key in record) or any(
+        key in values for _, values in _routers(record) for key in COUNT_KEYS)
 
 
 def read(source: Source) -> MetricsLog | Unreadable:

@@ -34,7 +34,7 @@ HOST_CAUSES = {"p2p_acs_iommu", "fabric_manager", "driver_mismatch", "shm_too_sm
 #: Training that went on for this many steps after a line survived it.
 SURVIVED_STEPS = 3
 _NUMERIC = {"loss_nan", "loss_spike", "loss_divergence", "loss_degenerate", "fp16_loss_scale_collapse", "slow_node",
-            "slow_data_io", "moe_router_collapse"}
+            "slow_data_io", "moe_router_collapse", "grad_explosion", "loss_resume_jump"}
 
 
 def findings_of(view: View) -> list[Finding]:

@@ -209,12 +209,20 @@ AT_EXIT = {"segfault", "killed_unconfirmed", "hang_undetermined", "hang_all_wait
 
 
 def finished_at(view: View) -> Item | None:
-    """The last statement that training was done, if no training follows it."""
-    done = view.of("done-training")
+    """The last statement that training was done, or the save after the last step of all; if no training follows it."""
+    done = view.of("done-training") or _saved_at_the_end(view)
     if not done:
         return None
     last = done[-1]
     return None if view.progress_after(last.place) > 1 else last
+
+
+def _saved_at_the_end(view: View) -> list[Item]:
+    """The saves that finished after a progress line which says that nothing is left to do."""
+    last = view.last_progress()
+    if last is None or last[1].total is None or last[1].step < last[1].total or last[1].kind.startswith("epoch"):
+        return []
+    return [i for i in view.of("save-done") if i.place.log == last[0] and i.line > last[1].line][:1]
 
 
 def saved_after(view: View, place: Place) -> bool:

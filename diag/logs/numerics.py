@@ -12,6 +12,7 @@ from statistics import median
 
 from diag.artefacts.log_facts import Progress
 from diag.artefacts.log_progress import grad_norm_of, loss_of
+from diag.logs.drift import growing, rising
 from diag.logs.known import pick_evidence
 from diag.logs.view import View, evidence
 from diag.schema import Evidence, Finding, Severity, Where
@@ -29,6 +30,8 @@ FEW, FEW_SHARE = 8, 0.3
 WARM_UP_STEPS = 20
 #: A rise so few points before NaN is the way into it, not a divergence of its own.
 LEAD_POINTS = 10
+#: A resume so few points before the jump is what caused it.
+RESUME_POINTS = 3
 SLOW_SHARE, SLOW_SIGMA, SLOW_POINTS = 0.03, 6.0, 3
 
 
@@ -58,7 +61,7 @@ def numeric_findings(view: View) -> list[Finding]:
     found: list[Finding] = []
     series = main_series(view)
     if series is not None:
-        for check in (nan, degenerate, scale_collapse, spike, slower):
+        for check in (nan, degenerate, scale_collapse, spike, climb, norm_growth, slower):
             finding = check(view, series)
             if finding is not None:
                 found.append(finding)
@@ -67,8 +70,10 @@ def numeric_findings(view: View) -> list[Finding]:
         if finding is not None:
             found.append(finding)
     causes = {f.cause for f in found}
+    if sum(f.cause == "loss_divergence" for f in found) > 1 or causes & {"loss_spike", "loss_resume_jump"}:
+        found = [f for f in found if "climbed" not in f.numbers]
     if "fp16_loss_scale_collapse" in causes:
-        found = [f for f in found if f.cause not in ("loss_spike", "loss_divergence")]
+        found = [f for f in found if f.cause not in ("loss_spike", "loss_divergence", "grad_explosion")]
     if "loss_nan" in causes:
         began = min(e.line or 0 for f in found if f.cause == "loss_nan" for e in f.evidence)
         found = [f for f in found if f.cause != "loss_spike" and not (
@@ -231,12 +236,49 @@ def spike(view: View, series: Series) -> Finding | None:
         above = [v for _, v in rest[: max(3, peak_at + 2)] if v > level + max(ONSET_SIGMA * wide, ONSET_SHARE * level)]
         if peak < level + max(PEAK_SIGMA * wide, share * level) or (len(above) < 2 and len(rest) > 1):
             continue
-        return _judge(view, series, [p for p, _ in rest], [v for _, v in rest], level, wide, peak, peak_at)
+        return _judge(view, series, [p for p, _ in rest], [v for _, v in rest], level, wide, peak, peak_at,
+                      values[max(0, number - RESUME_POINTS)][0])
     return None
 
 
+def resumed(view: View, series: Series, first: int, last: int) -> bool:
+    """Whether a checkpoint was loaded, or the job started anew, between two lines of the series' log; or the step
+    went back there."""
+    marks = view.of("ckpt-loading", "agent-restart")
+    if any(i.place.log == series.log and first < i.line <= last for i in marks):
+        return True
+    steps = [p.step for p in series.points if first <= p.line <= last and p.step >= 0 and p.total is None]
+    return any(b < a for a, b in zip(steps, steps[1:], strict=False))
+
+
+def climb(view: View, series: Series) -> Finding | None:
+    """The loss climbs slowly away from its best level, without any jump."""
+    values = [(p, v) for p in series.points if (v := loss_of(p)) is not None and math.isfinite(v)]
+    found = rising(values)
+    if found is None:
+        return None
+    at, low, high = found
+    step = values[at][0].step
+    return _made(view, series, [p for p, _ in values[at:]], "loss_divergence", "error", 0.75,
+                 f"The loss climbed from {low:.3g} to {high:.3g}{f' since step {step}' if step >= 0 else ''} and is "
+                 "still up", level=round(low, 4), height=round(high - low, 4), climbed=True)
+
+
+def norm_growth(view: View, series: Series) -> Finding | None:
+    """The gradient norm grows without bound."""
+    values = [(p, v) for p in series.points if (v := grad_norm_of(p)) is not None and math.isfinite(v)]
+    found = growing(values)
+    if found is None:
+        return None
+    at, low, high = found
+    step = values[at][0].step
+    return _made(view, series, [p for p, _ in values[at:]], "grad_explosion", "error", 0.8,
+                 f"The gradient norm grew from {low:.3g} to {high:.3g}{f' since step {step}' if step >= 0 else ''}",
+                 level=round(low, 4), ratio=round(high / low, 1))
+
+
 def _judge(view: View, series: Series, points: list[Progress], values: list[float], level: float, wide: float,
-           peak: float, peak_at: int) -> Finding:
+           peak: float, peak_at: int, onset_before: Progress) -> Finding:
     last = values[-1]
     back = last < level + max(ONSET_SIGMA * wide, 0.05 * level)
     falling = len(values) - peak_at > 3 and all(b < a for a, b in zip(values[peak_at:], values[peak_at + 1 :],
@@ -245,6 +287,9 @@ def _judge(view: View, series: Series, points: list[Progress], values: list[floa
     onset = points[0].step
     at = f" at step {onset}" if onset >= 0 else ""
     numbers = {"height": round(peak - level, 4), "level": round(level, 4), "last_step": points[-1].step}
+    if resumed(view, series, onset_before.line, points[0].line):
+        return _made(view, series, points, "loss_resume_jump", "warning" if back or falling else "error", 0.85,
+                     f"The loss jumped from {level:.3g} to {peak:.3g}{at}, where the run was resumed", **numbers)
     if back or falling:
         state = "and came back" if back else "and is coming down"
         return _made(view, series, points, "loss_spike", "warning", 0.8,
