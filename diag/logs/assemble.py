@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from diag.logs.checkpoint import refine_shapes
+from diag.logs.culprit import killed_by_launcher
 from diag.logs.endings import (
     AT_EXIT,
     SIGNALS,
@@ -18,6 +19,7 @@ from diag.logs.exceptions import exception_findings, others_wait
 from diag.logs.known import blamed, is_everybody, pick_evidence, signature_findings, subject_of
 from diag.logs.memory import refine_cuda_oom
 from diag.logs.numerics import numeric_findings
+from diag.logs.stacks import fingerprints
 from diag.logs.startup import startup_findings
 from diag.logs.unknown import unexplained
 from diag.logs.view import Item, Place, View
@@ -48,8 +50,12 @@ def findings_of(view: View) -> list[Finding]:
             refine_shapes(finding, view.of("size-mismatch"))
         if finding.cause in SIGNALS.values():
             attach_exits(view, finding)
+    if killed_by_launcher(view):
+        known = [f for f in known if f.cause != "killed_unconfirmed"]
     for finding in known:
         launch_failure_of_a_peer(view, finding)
+        if "collective-mismatch-detected" in finding.numbers.get("signatures", ()):
+            fingerprints(view, finding)
         checkpoint_ranks(view, finding)
     found = [*known, *exception_findings(view), *waiting_findings(view)]
     found += [f for f in startup_findings(view) if f.confidence >= SURE_ABSENCE or not found]

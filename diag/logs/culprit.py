@@ -43,6 +43,24 @@ def culprit_by_elimination(view: View, place: Place) -> set[int]:
     return set()
 
 
+def stuck(view: View) -> set[int]:
+    """Ranks whose processes did not react when the launcher ended the job: stopped, or stuck in a call.
+
+    The launcher then kills them; their exit code -9 is its doing and not the out-of-memory killer's.
+    """
+    pids = {int(i.groups["pid"]) for i in view.of("forced-exit")}
+    ranks = {block.rank for _, block in view.blocks if block.pid in pids}
+    return ranks | {rank for (_, pid), rank in view.identity.rank_of_process.items() if pid in pids}
+
+
+def killed_by_launcher(view: View) -> bool:
+    """Whether every reported SIGKILL was the launcher's own."""
+    pids = {int(i.groups["pid"]) for i in view.of("forced-exit")}
+    killed = {block.pid for _, block in view.blocks if block.code in (-9, 137)}
+    killed |= {int(i.groups["pid"]) for i in view.of("agent-failed") if i.groups["code"] in ("-9", "137")}
+    return bool(pids) and killed <= pids
+
+
 def device_behind(view: View) -> int | None:
     """The one CUDA device whose progress lines stop a step before all the others'."""
     last: dict[int, int] = {}

@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 
 from diag.artefacts.log_facts import Progress
+from diag.logs.culprit import stuck
 from diag.logs.known import pick_evidence, subject_of
+from diag.logs.stacks import diverged, left_early
 from diag.logs.view import Item, Place, View
 from diag.logs.watchdog import SMALL, desync_finding, timeout_finding, waiters_of
 from diag.schema import Finding, Where
@@ -24,10 +26,15 @@ WORK = ("prep-work", "save-start", "eval-work")
 
 def waiting_findings(view: View) -> list[Finding]:
     """At most one finding: the wait that began first, with the best explanation the logs allow."""
+    early = left_early(view)
+    if early is not None:
+        return [early]
     for make in (desync_finding, timeout_finding, unique_id_finding, gloo_finding):
         finding = make(view)
         if finding is not None:
-            return [refine(view, finding)]
+            finding = refine(view, finding)
+            other = diverged(view) if finding.confidence < 0.7 else None
+            return [other or finding]
     return []
 
 
@@ -172,6 +179,8 @@ def gloo_finding(view: View) -> Finding | None:
     guilty: list[int] = []
     if view.world and len(ranks) == view.world - 1:
         guilty = sorted(set(range(view.world)) - ranks)
+    elif stuck(view) - ranks:
+        guilty = sorted(stuck(view) - ranks)
     words = f"{subject_of(guilty, [])} did not take part" if guilty else "Gloo operations timed out"
     return Finding(cause="collective_mismatch" if guilty else "hang_undetermined", severity="fatal",
                    confidence=0.55 if guilty else 0.35, where=Where(ranks=guilty),

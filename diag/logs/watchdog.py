@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from diag.logs.culprit import stuck
 from diag.logs.known import number_ranges, pick_evidence, subject_of
 from diag.logs.view import Item, View
 from diag.schema import Evidence, Finding, Where
@@ -178,6 +179,10 @@ def _other_operation(view: View, timed: list[Waiter]) -> Verdict | None:
 def _silent(view: View, waiters: dict[int, Waiter]) -> Verdict | None:
     """Ranks of the group that never complain, when most others do."""
     world, spoke = view.world, set(waiters)
+    hung = sorted(stuck(view) - spoke)
+    if hung:
+        words = f"{subject_of(hung, [])} did not even react to the launcher's SIGTERM: stopped, or stuck in a call"
+        return "collective_mismatch", hung, 0.7, words, pick_evidence(view.of("forced-exit"))
     if world is None and len(spoke) >= 2 and spoke == set(range(min(spoke), max(spoke) + 1)) and min(spoke) == 1:
         world = max(spoke) + 1  # everybody but rank 0 complains
     if world is None or len(spoke) < QUORUM * world or len(spoke) >= world:
