@@ -110,7 +110,7 @@ def blamed(view: View, items: Iterable[Item]) -> tuple[list[int], list[str], lis
 
 def is_everybody(view: View, ranks: set[int]) -> bool:
     """Whether so many ranks are named that it is no rank's own fault."""
-    known = view.world or len(view.identity.ranks)
+    known = view.world or max([len(view.identity.ranks), *(rank + 1 for rank in ranks)])  # ranks count from 0
     return len(ranks) >= 2 and len(ranks) >= EVERYBODY * max(known, 2)
 
 

@@ -212,6 +212,10 @@ def _all_wait(view: View, timed: list[Waiter]) -> Verdict:
         return "hang_all_waiting", [], 0.45, "The first collective never completes on any rank", []
     if complete:
         return "hang_all_waiting", [], 0.5, "All ranks wait in the same collective and it never completes", []
+    numbered = ranks == list(range(len(ranks))) and len(ranks) % 8 == 0
+    if numbered and view.world is None and len({(w.at, w.op, w.numel) for w in timed}) == 1:
+        words = "All ranks that speak wait in the same collective, none is seen to miss, and it never completes"
+        return "hang_all_waiting", [], 0.45, words, []
     if len(timed) == 1 and view.world == 2:
         other = 1 - ranks[0]
         return "collective_mismatch", [other], 0.5, f"Rank {other} never joined the collective", []
