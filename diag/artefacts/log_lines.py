@@ -18,6 +18,8 @@ ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"
 
 _RANK_MARK = re.compile(r"\[rank ?(\d{1,6})\]:?")
 _TEE = re.compile(r"\[([A-Za-z_]\w*?)(\d{1,4})\]:")
+#: Several marks in a row at the front of a line all belong to its writer ("[default1]:[rank9]: ").
+_MARKS = re.compile(r"(?:\s?\[[^\]\s]{1,24}\]:? ?)+")
 _MPI = re.compile(r"\[\d+,(\d{1,6})\]<std(?:out|err)>:")
 _SRUN = re.compile(r"^\s{0,5}(\d{1,6}): ")
 _PDSH = re.compile(r"^([A-Za-z][\w.-]*\d[\w.-]*|\d{1,3}(?:\.\d{1,3}){3}): ")
@@ -80,14 +82,16 @@ def speaker_of(text: str, at: int = 0, style: Style = Style()) -> Speaker:  # no
     """
     rank = local = pid = device = None
     host, mark = None, ""
-    before = text[: max(at, 1) + 24]
+    marks = _MARKS.match(text)
+    front = max(at, marks.end() - 1 if marks is not None else 0)
+    before = text[: front + 24]
     for found in _RANK_MARK.finditer(before):
-        if found.start() > at:
+        if found.start() > front:
             break
         rank, mark = int(found[1]), found[0].rstrip(":")
     if rank is None:
         for found in _TEE.finditer(before):
-            if found.start() > at or found[1].lower() in ("cuda", "gpu", "step", "node", "dp", "tp", "pp"):
+            if found.start() > front or found[1].lower() in ("cuda", "gpu", "step", "node", "dp", "tp", "pp"):
                 continue
             if found[1] == "rank":
                 rank = int(found[2])
@@ -100,7 +104,7 @@ def speaker_of(text: str, at: int = 0, style: Style = Style()) -> Speaker:  # no
         rank, mark = int(found_srun[1]), found_srun[0].strip()
     if style.pdsh and (found_pdsh := _PDSH.match(text)):
         host, mark = found_pdsh[1], mark or found_pdsh[0].strip()
-    if (found_ray := _RAY.search(before)) is not None:
+    if (found_ray := _RAY.search(text[: front + 100])) is not None:
         pid, host, mark = int(found_ray[2]), found_ray[3] or host, mark or found_ray[0]
     nccl = None
     for nccl in _NCCL.finditer(text[: at + 200]):

@@ -88,18 +88,16 @@ def _cores() -> int:
 
 
 def work(source: Source, task: Task, catalogue: Catalogue, budget: int) -> Facts:
-    """Scan one piece. A piece that begins inside a file starts at the first line that begins in it."""
+    """Scan one piece. A piece that begins inside a file starts at the first line that begins in it; the line that
+    crosses its start belongs to the piece before."""
     with source.open() as stream:
         if task.start:
             stream.seek(task.start - 1)
             skipped = len(stream.readline(1 << 26)) - 1
             limit = None if task.length is None else task.length - skipped
             if limit is not None and limit <= 0:
-                return Facts(lines=0, size=task.length or 0)
-            facts = scan(stream, catalogue, style_of(source.head), budget, limit)
-            facts.shift(0, skipped)
-            facts.size += skipped
-            return facts
+                return Facts()
+            return scan(stream, catalogue, style_of(source.head), budget, limit)
         return scan(stream, catalogue, style_of(source.head), budget, task.length)
 
 

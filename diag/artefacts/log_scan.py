@@ -6,6 +6,7 @@ Python. Tracebacks may continue into the next block, so one block of look-ahead 
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator
 from typing import BinaryIO
@@ -20,6 +21,8 @@ from diag.artefacts.traceback import TextLine
 from diag.signatures import Catalogue, Rule, verify
 
 BLOCK = 2 << 20
+#: How much of a compressed stream is asked for at once.
+STEP = 16 << 10
 #: A line without an end for this long is cut; the rest counts as the next piece of the same line.
 MAX_LINE = 8 << 20
 #: How much of a line is kept around the words that matter.
@@ -283,10 +286,11 @@ def _lines(block: bytes, ahead: bytes, at: int, number: int, base: int, back: in
 def blocks(stream: BinaryIO, limit: int | None = None, size: int = BLOCK, rest: list[bytes] | None = None,
            ) -> Iterator[bytes]:
     """Blocks that end at line ends (the last one may not). With `limit`, the lines that begin within so many bytes;
-    what was read beyond them is put into `rest`."""
+    what was read beyond them is put into `rest`. Damage of the stream is raised after what came before it."""
     carry, done = b"", 0
+    reads = _reads(stream, size)
     while True:
-        new = stream.read(size)
+        new = next(reads, b"")
         data = carry + new if carry else new
         if limit is not None and done + len(data) >= limit:
             cut = data.find(b"\n", max(0, limit - done - 1)) + 1
@@ -300,6 +304,7 @@ def blocks(stream: BinaryIO, limit: int | None = None, size: int = BLOCK, rest: 
         if not new:
             if data:
                 yield data
+            next(reads, None)
             return
         cut = data.rfind(b"\n") + 1
         if not cut and len(data) < MAX_LINE:
@@ -309,6 +314,30 @@ def blocks(stream: BinaryIO, limit: int | None = None, size: int = BLOCK, rest: 
         yield data[:cut]
         done += cut
         carry = data[cut:]
+
+
+def _reads(stream: BinaryIO, size: int) -> Iterator[bytes]:
+    """Pieces of about `size` bytes. When the stream turns out to be damaged: what was read, an empty piece, the error.
+
+    Compressed streams are read in small steps, because a failing read takes its whole step with it.
+    """
+    from diag.errors import ArtefactError
+
+    step = size if isinstance(getattr(stream, "raw", None), io.FileIO) else STEP
+    while True:
+        parts: list[bytes] = []
+        held = 0
+        try:
+            while held < size and (part := stream.read(min(step, size - held))):
+                parts.append(part)
+                held += len(part)
+        except (ArtefactError, OSError):
+            yield b"".join(parts)
+            yield b""
+            raise
+        if not parts:
+            return
+        yield parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def scan(stream: BinaryIO, catalogue: Catalogue, style: Style, budget: int, limit: int | None = None) -> Facts:

@@ -124,12 +124,15 @@ def user_frame(traceback: Traceback) -> Frame | None:
 
 def _base(lines: Sequence[TextLine], start: int, head: str) -> str:
     """What stands before each line of this traceback: a rank mark, a time stamp, blanks."""
+    prefix = head[: head.find(START)]
+    if prefix.strip() and any(line.text.startswith(prefix) for line in lines[start + 1 : start + 24]):
+        return prefix
     for line in lines[start + 1 : start + 4]:
         at = line.text.find('File "')
         if at >= 0:
             base = line.text[:at]
             return base.removesuffix("  ")
-    return head[: head.find(START)]
+    return prefix
 
 
 def _content(text: str, base: str) -> str | None:

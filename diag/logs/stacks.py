@@ -15,10 +15,11 @@ from diag.logs.known import pick_evidence, subject_of
 from diag.logs.view import Item, Raised, View
 from diag.schema import Finding, Where
 
-_COLLECTIVES = {"all_reduce", "broadcast", "barrier", "all_gather", "all_gather_into_tensor", "all_gather_object", "gather",
-                "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "all_to_all", "all_to_all_single", "send",
-                "recv", "isend", "irecv", "batch_isend_irecv", "broadcast_object_list", "monitored_barrier",
-                "all_reduce_coalesced", "all_gather_coalesced", "gather_object", "scatter_object_list"}
+_COLLECTIVES = {"all_reduce", "broadcast", "barrier", "all_gather", "all_gather_into_tensor", "all_gather_object",
+                "gather", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "all_to_all", "send", "recv",
+                "all_to_all_single", "isend", "irecv", "batch_isend_irecv", "broadcast_object_list",
+                "monitored_barrier", "all_reduce_coalesced", "all_gather_coalesced", "gather_object",
+                "scatter_object_list"}
 #: Fewer ranks than this make no majority.
 LEAST = 3
 

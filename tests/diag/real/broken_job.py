@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--at", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=12.0)
-    parser.add_argument("--folder", type=Path, default=Path("."))
+    parser.add_argument("--folder", type=Path, default=Path())
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))

@@ -7,6 +7,7 @@ same): there the flight-recorder dumps do.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -41,10 +42,8 @@ def launch(folder: Path, *arguments: str, torchrun: tuple[str, ...] = ("--standa
         try:
             process.wait(DEADLINE)
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
 
 
