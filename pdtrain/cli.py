@@ -31,6 +31,9 @@ def main(argv: list[str] | None = None) -> None:
         status = cli.main(args=argv, prog_name="pdtrain", standalone_mode=False)
     except click.exceptions.Abort:
         status = _complain("interrupted", 130)
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message())
+        status = 2
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         usage = f"{context.command_path}: " if context else ""

@@ -71,6 +71,8 @@ class Instruments:
             return
         self.note(layout)
         self.note(f"data: {data}")
+        for why in start.passed_over:
+            self.note(f"warning: a newer checkpoint was passed over: {why}")
         if removed:
             self.note(f"removed what interrupted saves left: {', '.join(removed)}")
         if aside:

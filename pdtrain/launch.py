@@ -12,6 +12,7 @@ after 30 s. A second one kills.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -78,6 +79,10 @@ def launch(
         with _forwarding() as received:
             try:
                 elastic_launch(config, sys.executable)(*arguments)
+            except json.JSONDecodeError:  # a rank died while its error.json could not be written: a full disk
+                log.error("a rank failed and left a damaged error.json")
+                print(f"pdtrain: a rank failed; is the disk of {run_dir} full?", file=sys.stderr)
+                return 1
             except ChildFailedError as failure:
                 log.error("%s", failure)
                 return _explain(failure, run_dir)

@@ -68,6 +68,8 @@ def _quieten() -> None:
     """Silence warnings that describe what we do on purpose, or what torch does to itself."""
     # Outputs of sharded modules are views of DTensors; nothing here updates activations in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    # One process saves and loads by itself, without a process group.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     # torch's own code still calls the name that torch 2.13 deprecates.
     warnings.filterwarnings("ignore", message=r".*`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 

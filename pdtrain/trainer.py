@@ -122,7 +122,10 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
                     saved = checkpoints.save(step, consumed, None if stopping or last else due)
                 instruments.checkpoint_saved(step, saved)
                 if not saved and (stopping or last):
-                    raise TrainingFailed(f"the last checkpoint (step {step}) could not be written; see the log")
+                    raise TrainingFailed(
+                        f"the last checkpoint (step {step}) could not be written to {checkpoints.root}: "
+                        f"{checkpoints.problem or 'another rank failed'}"
+                    )
             if stopping:
                 name = stop_request.signal.name if stop_request.signal else "a stop request of another rank"
                 instruments.note(f"{name}: stopped after step {step}, saved, resume with --resume")

@@ -33,12 +33,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """Where a run stands. `mixed` maps rows to the older step they were restored from."""
+    """Where a run stands. `mixed` maps rows to the older step they were restored from; `passed_over` says why newer
+    checkpoints were not taken."""
 
     step: int = 0
     consumed: int = 0
     mixed: dict[str, int] = field(default_factory=dict)
     source: Path | None = None
+    passed_over: tuple[str, ...] = ()
 
 
 class Checkpointer:
@@ -59,6 +61,7 @@ class Checkpointer:
         self.optimizer = optimizer
         self.rows = tuple(rows)
         self.data_fingerprint = data_fingerprint
+        self.problem = ""  # why the last save failed on this rank
         self.where: dict[str, str] = {}  # row -> folder that holds its newest save
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.leader = not dist.is_initialized() or dist.get_rank() == 0
@@ -91,6 +94,7 @@ class Checkpointer:
                 files.commit(temporary, final, self._manifest(step, consumed, where))
         except (CheckpointException, OSError) as error:
             problem = _first_line(error)
+        self.problem = problem
         if self._any_failed(bool(problem)):
             if self.leader:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -146,12 +150,21 @@ class Checkpointer:
             try:
                 dcp.load(state, checkpoint_id=folder.parent / name, no_dist=not dist.is_initialized())
             except (CheckpointException, OSError, RuntimeError, EOFError) as error:
-                raise UsageError(f"{folder.parent / name} cannot be loaded: {_first_line(error)}") from None
+                raise UsageError(self._cannot_load(folder.parent / name, folder, error)) from None
         if folder.parent == self.root:
             self.where = dict(manifest.rows)
         steps = {row: files.step_of(Path(name)) or 0 for row, name in manifest.rows.items()}
         mixed = {row: step for row, step in steps.items() if step != manifest.step}
-        return Restored(manifest.step, manifest.consumed, mixed, folder)
+        damaged = files.damaged_checkpoints(folder.parent) if source == "latest" else []
+        newer = tuple(why for path, why in damaged if (files.step_of(path) or 0) > manifest.step)
+        return Restored(manifest.step, manifest.consumed, mixed, folder, newer)
+
+    def _cannot_load(self, damaged: Path, folder: Path, error: BaseException) -> str:
+        """What is wrong with a checkpoint, and where to go from here."""
+        what = "ends too early" if isinstance(_innermost(error), EOFError) else _first_line(error)
+        older = [path for path, _ in files.complete_checkpoints(folder.parent) if path.name < folder.name]
+        way_out = f"; an older one: --resume {older[-1]}" if older else ""
+        return f"{damaged} cannot be loaded, a file of it is damaged ({what}){way_out}"
 
     def _choose(self, source: Path | Literal["latest"]) -> tuple[Path, Manifest]:
         root = self.root if source == "latest" else Path(source)
@@ -196,6 +209,12 @@ class Checkpointer:
     def _barrier(self) -> None:
         if dist.is_initialized():
             dist.barrier()
+
+
+def _innermost(error: BaseException) -> BaseException:
+    if isinstance(error, CheckpointException) and error.failures:
+        return sorted(error.failures.items())[0][1][0]
+    return error
 
 
 def _first_line(error: BaseException) -> str:

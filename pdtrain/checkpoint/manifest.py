@@ -85,6 +85,20 @@ def complete_checkpoints(root: Path) -> list[tuple[Path, Manifest]]:
     return found
 
 
+def damaged_checkpoints(root: Path) -> list[tuple[Path, str]]:
+    """Folders that have a checkpoint's name and cannot be restored, oldest first, each with the reason."""
+    found = []
+    for folder in sorted((p for p in root.glob("step_*") if step_of(p) is not None), key=lambda p: step_of(p) or 0):
+        try:
+            missing = missing_parts(folder, read_manifest(folder))
+        except UsageError as error:
+            found.append((folder, str(error)))
+        else:
+            if missing:
+                found.append((folder, f"{folder} needs {', '.join(missing)}, which is missing or has no .metadata"))
+    return found
+
+
 def commit(temporary: Path, final: Path, manifest: Manifest) -> None:
     """Make a written checkpoint visible: manifest, rename, then `latest`. Each step is atomic and synced."""
     _write_synced(temporary / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2))

@@ -58,7 +58,7 @@ def train(
     CONFIG is a TOML file (keys: docs/config.md). Under torchrun this process becomes one rank of the job; elsewhere
     --nproc ranks are started here. A run directory knows its configuration: --run-dir DIR --resume needs no CONFIG.
     """
-    from pdtrain.config import read_run, resolve, to_toml
+    from pdtrain.config import presets, read_run, resolve, to_toml
 
     if (as_json or world) and not dry_run:
         raise UsageError(f"{'--json' if as_json else '--world'} goes with --dry-run")
@@ -66,6 +66,10 @@ def train(
         raise UsageError(f"--world {world} and --nproc {nproc} differ; give one of them")
     if config is None and preset is None and resume and run_dir:
         config = run_dir / "config.toml"
+        if not run_dir.is_dir():
+            raise UsageError(f"nothing to resume from: no directory {run_dir}")
+    if config is None and preset is None and not (overrides or print_config or dry_run or resume):
+        raise UsageError(f"give a CONFIG file or --preset NAME; presets: {', '.join(presets())}")
     launcher = _launcher_world()
     ranks = world or nproc or (None if dry_run or print_config else launcher)
     loaded = read_run(config, preset=preset, overrides=overrides, world=ranks, train=not (dry_run or print_config))

@@ -187,7 +187,9 @@ class Data(Section, frozen=True):
     ] = None
     tokenizer: Annotated[str | None, Meta(description="tokenizers JSON file; absent: bytes")] = None
     text_key: Annotated[str, Meta(description="field of a JSONL record that holds the text")] = "text"
-    val_share: Annotated[OpenShare, Meta(description="share of the tokens held out for validation, in whole documents")] = 0.02
+    val_share: Annotated[
+        OpenShare, Meta(description="share of the tokens held out for validation, in whole documents")
+    ] = 0.02
 
 
 class Checkpoint(Section, frozen=True):

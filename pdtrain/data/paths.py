@@ -34,6 +34,8 @@ def resolve(path: str | None) -> Resolved:
     Raises:
         UsageError: nothing is there, nothing there is of a known kind, or text and token files are mixed.
     """
+    if path is not None and not path.strip():
+        raise UsageError('data.path is empty; name a file, directory or glob, or leave it out ("none")')
     if path is None:
         return Resolved("library", "Python standard library sources")
     given = Path(path).expanduser()

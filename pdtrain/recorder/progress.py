@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
 import sys
 import time
@@ -59,7 +60,10 @@ class Progress:
         now = time.monotonic()
         if now - self._shown >= self._every or row["step"] >= self._steps:
             self._shown = now
-            self._show(describe(self._latest, self._steps, self._seconds_left()))
+            try:
+                self._show(describe(self._latest, self._steps, self._seconds_left()))
+            except OSError:  # whoever watched has left (`| head`): the run and its recording go on
+                self._mode = "quiet"
 
     def _show(self, text: str) -> None:
         if self._mode == "plain":
@@ -85,16 +89,20 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Print `text` above the live line."""
-        if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        elif self._mode != "quiet":
-            print(text, file=self._stream, flush=True)
+        try:
+            if self._live is not None:
+                self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            elif self._mode != "quiet":
+                print(text, file=self._stream, flush=True)
+        except OSError:
+            self._mode = "quiet"
 
     def close(self) -> None:
         """Leave the last line standing and give the terminal back."""
         if self._live is not None:
             live, self._live = self._live, None
-            live.stop()
+            with contextlib.suppress(OSError):
+                live.stop()
             atexit.unregister(self.close)
 
     def __enter__(self) -> Progress:

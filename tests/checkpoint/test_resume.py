@@ -76,6 +76,17 @@ def test_a_rewind_sets_later_checkpoints_aside(tmp_path: Path) -> None:
     assert (root / "step_00000004.abandoned").is_dir() and not (root / "step_00000004").exists()
 
 
+def test_a_damaged_newest_checkpoint_is_passed_over_and_told(tmp_path: Path) -> None:
+    root = tmp_path / "ckpt"
+    run = small_run()
+    every = ["attention", "shared_expert", "router", "dense_ffn", "norm", "embed_head", "experts"]
+    run_distributed(train_steps, 1, tmp_path, run, 2, root, False, False, {1: every, 2: every})
+    (root / "step_00000002" / ".metadata").unlink()
+    resumed = run_distributed(train_steps, 1, tmp_path, run, 1, root, True)[0]
+    assert resumed.restored.step == 1
+    assert len(resumed.restored.passed_over) == 1 and "step_00000002" in resumed.restored.passed_over[0]
+
+
 def _resume_from(rank: int, run, folder: Path) -> int:
     import torch
 
@@ -111,5 +122,5 @@ def test_what_cannot_be_resumed_is_refused_in_one_line(tmp_path: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest))
     shard = next(folder.glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
-    with pytest.raises(UsageError, match="cannot be loaded"):
+    with pytest.raises(UsageError, match="cannot be loaded, a file of it is damaged"):
         _resume_from(0, run, folder)
