@@ -22,8 +22,7 @@ import time
 from pathlib import Path
 
 import torch
-from alternate import Step, alternate, commit, machine
-from train_step import NoSpans
+from alternate import NoSpans, Step, alternate, commit, machine
 
 from pdtrain.config import load_run, resolve
 from pdtrain.config.schema import Run

@@ -16,15 +16,13 @@ then the fair one. Standard output is one JSON line per dtype; the table goes to
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator
 
 import torch
 import transformers
-from alternate import Step, alternate, commit, machine, paired_ratio
+from alternate import NoSpans, Step, alternate, commit, machine, paired_ratio
 
 from pdtrain.config import resolve
 from pdtrain.config.schema import Data as DataSection
@@ -53,14 +51,6 @@ def configuration(dtype: str, threads: int) -> Run:
         precision=Precision(all=dtype),  # type: ignore[arg-type]
         data=DataSection(),
     )  # fmt: skip
-
-
-class NoSpans:
-    """Times nothing."""
-
-    @contextlib.contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        yield
 
 
 def our_step(run: Run, data: Data) -> tuple[Step, int]:
