@@ -204,7 +204,7 @@ def expand_tasks(text: str) -> list[int]:
     """Slurm's task lists: "3,8-10" -> [3, 8, 9, 10]. Absurd ranges are cut."""
     tasks: list[int] = []
     for part in text.split(","):
-        if m := re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip()):
+        if m := re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", part.strip()):
             first, last = int(m[1]), int(m[2] or m[1])
             tasks.extend(range(first, min(last, first + 65_536) + 1))
     return tasks

@@ -15,26 +15,29 @@ from functools import lru_cache
 from diag.artefacts.log_facts import Progress
 from diag.artefacts.log_lines import Style, clean, front_speaker
 
-_NUMBER = r"[-+]?(?:nan|inf(?:inity)?|\d[\d,]*\.?\d*(?:e[-+]?\d+)?|\.\d+)"
-_MEGATRON = re.compile(r"\biteration\s+(\d+)/\s*(\d+)\s*\|(.*)")
-_PIPED = re.compile(r"([^|:]+): *([-+.\w]+) *(?=\||$)")
-_DICT = re.compile(r"\{['\"][\w./ -]+['\"]: ")
-_PAIR = re.compile(rf"['\"]([\w./ -]+)['\"]: ['\"]?({_NUMBER})['\"]?(?=[,}}])", re.I)
-_FIELD = re.compile(rf"([A-Za-z_][\w./() -]*?)\s*[:=]\s*({_NUMBER})(?![\w:])", re.I)
+# Every repetition has an end: a damaged line of thousands of spaces or digits must not cost more than a moment.
+_NUMBER = r"[-+]?(?:nan|inf(?:inity)?|\d[\d,]{0,20}\.?\d{0,24}(?:e[-+]?\d{1,5})?|\.\d{1,24})"
+_MEGATRON = re.compile(r"\biteration\s{1,12}(\d+)/\s{0,12}(\d+)\s{0,12}\|(.*)")
+_PIPED = re.compile(r"([^|:]{1,80}): {0,12}([-+.\w]{1,40}) {0,12}(?=\||$)")
+_DICT = re.compile(r"\{['\"][\w./ -]{1,80}['\"]: ")
+_PAIR = re.compile(rf"['\"]([\w./ -]{{1,80}})['\"]: ['\"]?({_NUMBER})['\"]?(?=[,}}])", re.I)
+_FIELD = re.compile(rf"([A-Za-z_][\w./() -]{{0,60}}?)\s{{0,8}}[:=]\s{{0,8}}({_NUMBER})(?![\w:])", re.I)
 _COUNT = re.compile(r"['\"](?:iteration|step|global_step(?:/max_steps)?)['\"]: ['\"](\d+)/(\d+)['\"]")
 _OLMO = re.compile(r"\[(?:step|batch)=(\d+)(?:/(\d+))?")
-_OLMO_VALUE = re.compile(rf"(?:^|[|>)\]:Z])\s{{2,}}(?:Train )?([\w./ ()-]+)(?:=|: )({_NUMBER})\s*$", re.I)
+_OLMO_VALUE = re.compile(rf"(?:^|[|>)\]:Z])\s{{2,12}}(?:Train )?([\w./()-][\w./ ()-]{{0,60}}?)(?:=|: )({_NUMBER})"
+                         r"\s{0,8}$", re.I)
 _KERAS = re.compile(r"(?:^|[\s|>])(\d+)/(\d+) (?:\[[=>.]+\]|[\u2501\u2500]+)\s")
-_TQDM = re.compile(r"(?P<desc>[^|\r]{0,80}?):?\s+\d+%\|.*?\|\s*(?P<n>\d+)/(?P<total>\d+) \[[\d:]+<[\d:?]+"
-                   r"(?P<rest>[^\]]*)")
-_EPOCH = re.compile(r"Epoch(?:\(train\))?:?\s*\[(\d+)\]\s*\[\s*(\d+)/(\d+)\]")
+_TQDM = re.compile(r"(?P<desc>[^|\r]{0,80}?):?\s{1,8}\d{1,3}%\|.{0,400}?\|\s{0,12}(?P<n>\d+)/(?P<total>\d+) "
+                   r"\[[\d:]+<[\d:?]+(?P<rest>[^\]]*)")
+_EPOCH = re.compile(r"Epoch(?:\(train\))?:?\s{0,4}\[(\d+)\]\s{0,4}\[\s{0,8}(\d+)/(\d+)\]")
 _STEP = re.compile(r"(?:^|[\s\[(,|\"'{])(?:global[_ ]?step|train[_ ]?step|step|iter(?:ation)?|batch(?:_idx)?|"
-                   r"num_updates|updates?|it)s?[\"'\]]?\s*[:=#\[( ]\s*[\"']?(\d+)(?:\s*/\s*(\d+))?", re.I)
+                   r"num_updates|updates?|it)s?[\"'\]]?\s{0,8}[:=#\[( ]\s{0,12}[\"']?(\d+)"
+                   r"(?:\s{0,4}/\s{0,12}(\d+))?", re.I)
 _STEPPED = re.compile(r"step|update", re.I)
 _WORD = r"(?:loss|ce|ctc\w*|ppl|fer|nll|g(?:rad(?:ient)?[_-])?norm)"
-_WORD_VALUE = re.compile(rf"\b((?:\w+[_.-])*{_WORD}\w*)\]?\s+({_NUMBER})(?![\w.])", re.I)
+_WORD_VALUE = re.compile(rf"\b((?:[\w.-]{{0,60}}[_.-])?{_WORD}\w{{0,40}})\]?\s{{1,8}}({_NUMBER})(?![\w.])", re.I)
 #: A loss under any name, and a counter under any name: the last resort.
-_ANY_LOSS = re.compile(rf"([\w./-]*loss)[\"'\])]?\s*[:= ]\s*[\"']?({_NUMBER})(?![\w:%])", re.I)
+_ANY_LOSS = re.compile(rf"([\w./-]{{0,60}}loss)[\"'\])]?\s{{0,8}}[:= ]\s{{0,8}}[\"']?({_NUMBER})(?![\w:%])", re.I)
 _ANY_COUNT = re.compile(r"(?<![\w./-])(\d+)\s?/\s?(\d+)(?![\w./-])|\b(?:epoch|ep|round|e)[\s:=#\[(]*(\d+)\b", re.I)
 _OTHER_SPLIT = re.compile(r"\b(?:eval\w*|valid\w*|val|test\w*|best|mean|average|final|dev)\b", re.I)
 _METRIC = re.compile(r"loss|\bce\b|ctc|ppl|perplexity|nll|grad|\blr\b|learning.rate|tok|samples|speed|time|it/s|sec",
@@ -42,6 +45,8 @@ _METRIC = re.compile(r"loss|\bce\b|ctc|ppl|perplexity|nll|grad|\blr\b|learning.r
 #: Cheap test that most lines fail.
 _QUICK = (b"oss", b"OSS", b"iteration", b"step", b"%|", b"Epoch", b"ppl", b"ctc", b"tokens_per", b"grad", b"=")
 MAX_VALUES = 40
+#: A larger "step" is a damaged line.
+MAX_STEP = 10**15
 
 
 def find_progress(block: bytes, style: Style) -> list[Progress]:
@@ -88,11 +93,11 @@ def parse_line(text: str, style: Style = Style()) -> Progress | None:  # noqa: B
         kind = "summary" if "train_runtime" in values or any(k.startswith("eval") for k in values) else "dict"
         if step is None and (count := _COUNT.search(text)):
             return _made(text, style, int(count[1]), int(count[2]), values, kind)
-        return _made(text, style, int(step) if step is not None and step == step and step < 1e15 else -1, None, values,
-                     kind)
+        known = step is not None and step == step and abs(step) < MAX_STEP
+        return _made(text, style, int(step) if step is not None and known else -1, None, values, kind)
     if m := _EPOCH.search(text):
         return _made(text, style, int(m[2]), int(m[3]), _fields(text) | _words(text), f"epoch {m[1]}")
-    if m := _TQDM.search(text):
+    if "%|" in text and (m := _TQDM.search(text)):
         kind = "bar " + re.sub(r"\d+", "#", re.sub(r"^.*\]:?\s*", "", m["desc"]).strip())[-40:]
         return _made(text, style, int(m["n"]), int(m["total"]), _fields(m["desc"]) | _fields(m["rest"]), kind)
     if m := _KERAS.search(text):
@@ -126,6 +131,7 @@ def _loose(text: str, style: Style) -> Progress | None:
 
 
 def _made(text: str, style: Style, step: int, total: int | None, values: dict[str, float], kind: str) -> Progress:
+    step, total = step if step < MAX_STEP else -1, total if total is not None and total < MAX_STEP else None
     return Progress(step=step, total=total, values=values, kind=kind, line=0, offset=0, text=text[:400],
                     speaker=front_speaker(text, style))
 

@@ -39,6 +39,8 @@ CONTEXT = 96 << 10
 TAIL = 32 << 10
 #: Of each block beyond the budget so much is searched for progress.
 GLANCE = 8 << 10
+#: Groups that count ranks.
+COUNTED = {"rank", "local", "world", "nranks", "count", "missing", "process"}
 _ESCAPES = re.compile(ANSI.pattern.encode())
 
 
@@ -122,9 +124,12 @@ class Scan:
             if rule.id == "python-traceback":
                 starts.append((line_start, at_line))
                 continue
+            groups = {k.rstrip("0123456789"): v.decode("utf-8", "replace").strip()
+                      for k, v in match.groupdict().items() if v is not None}
+            if not _plausible(groups):
+                continue
             event = self._event(rule, block, segment, match.start(), low, line_start, at_line, first_offset)
-            event.groups = {k.rstrip("0123456789"): v.decode("utf-8", "replace").strip()
-                            for k, v in match.groupdict().items() if v is not None}
+            event.groups = groups
             if self._keep(rule, event):
                 new.append(event)
         quoted = self._tracebacks(starts, block, ahead, first_offset)
@@ -314,6 +319,11 @@ def blocks(stream: BinaryIO, limit: int | None = None, size: int = BLOCK, rest: 
         yield data[:cut]
         done += cut
         carry = data[cut:]
+
+
+def _plausible(groups: dict[str, str]) -> bool:
+    """False where a number cannot be meant: ranks beyond a million, digits without end in a damaged line."""
+    return not any(len(text) > (6 if name in COUNTED else 20) and text.isdigit() for name, text in groups.items())
 
 
 def _reads(stream: BinaryIO, size: int) -> Iterator[bytes]:

@@ -13,7 +13,7 @@ from diag.logs.known import subject_of
 from diag.logs.view import Item, View
 from diag.schema import Finding
 
-_SIZE = r"([\d.]+) ?([KMGT]?i?B|bytes)"
+_SIZE = r"(\d{1,12}(?:\.\d{1,6})?) ?([KMGT]?i?B|bytes)"
 _UNITS = {"B": 1, "bytes": 1, "KiB": 2**10, "KB": 2**10, "MiB": 2**20, "MB": 2**20, "GiB": 2**30, "GB": 2**30,
           "TiB": 2**40, "TB": 2**40}
 _FIELDS = {
