@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from diag.artefacts import Artefact
+from diag.artefacts.metric_table import HasSeries, MetricTable
 from diag.signatures.schema import Rule
 
 
@@ -91,7 +91,7 @@ class Sample(msgspec.Struct, omit_defaults=True):
 
 
 @dataclass(kw_only=True)
-class Log(Artefact):
+class Log(HasSeries):
     """A console log, kernel log or scheduler log, reduced to its facts in bounded memory."""
 
     events: list[Event] = field(default_factory=list)
@@ -110,5 +110,7 @@ class Log(Artefact):
     name_host: str | None = None
     attempt: int | None = None
     size: int = 0
+    #: every number printed with a step, when the reader was asked for series instead of facts
+    table: MetricTable | None = None
     #: the rules behind the events, by id
     rules: dict[str, Rule] = field(default_factory=dict, repr=False)

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import json
 import re
-from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
-from diag.artefacts import Artefact, Source, Unreadable
+from diag.artefacts import Source, Unreadable
+from diag.artefacts.metric_table import HasSeries, Series
 from diag.errors import ArtefactError
 
 if TYPE_CHECKING:
@@ -41,21 +41,6 @@ _LAYER_KEY = re.compile(r"(?:layers?[._/]?)?(\d+)")
 _START = re.compile(rb'\s*\{\s*"(?:step|iteration|global_step|_step|layer|time|loss|router/|moe/)')
 _SPECIAL = {"NaN": float("nan"), "nan": float("nan"), "Infinity": float("inf"), "inf": float("inf"),
             "-Infinity": float("-inf"), "-inf": float("-inf")}
-
-
-@dataclass(slots=True)
-class Series:
-    """One scalar over the run: three columns of equal length. `lines` are 1-based."""
-
-    steps: array[int] = field(default_factory=lambda: array("q"))
-    lines: array[int] = field(default_factory=lambda: array("q"))
-    values: array[float] = field(default_factory=lambda: array("d"))
-
-    def rewind(self, step: int) -> None:
-        """Drop what lies beyond `step`: the run went back there and did the steps again."""
-        while self.steps and self.steps[-1] > step:
-            for column in (self.steps, self.lines, self.values):
-                column.pop()
 
 
 @dataclass(slots=True)
@@ -124,7 +109,7 @@ class RouterLog:
 
 
 @dataclass(kw_only=True)
-class MetricsLog(Artefact):
+class MetricsLog(HasSeries):
     """A metrics file: scalar columns by key, router windows by layer, and the first and last step seen.
 
     `steps_known` is false where records carry no step: they are then numbered from 1, and no step is reported.
@@ -135,6 +120,8 @@ class MetricsLog(Artefact):
     first_step: int | None = None
     last_step: int | None = None
     steps_known: bool = True
+    #: (line, step) where a record says that training went on after `step`
+    resumes: list[tuple[int, int]] = field(default_factory=list)
 
 
 ARTEFACT = MetricsLog
@@ -186,7 +173,7 @@ def read(source: Source) -> MetricsLog | Unreadable:
                     if not isinstance(record, dict):
                         raise ValueError("not an object")
                     if record.get("event") == "resume":
-                        _rewind(result, record.get("step"))
+                        _rewind(result, record.get("step"), number)
                         continue
                     _take(result, record, number, records)
                     records, torn = records + 1, False
@@ -205,9 +192,10 @@ def read(source: Source) -> MetricsLog | Unreadable:
     return result
 
 
-def _rewind(result: MetricsLog, step: object) -> None:
+def _rewind(result: MetricsLog, step: object, line: int) -> None:
     """Training continued after `step`: later lines so far are superseded (docs/run-directory.md)."""
     if isinstance(step, int) and not isinstance(step, bool):
+        result.resumes.append((line, step))
         for series in result.series.values():
             series.rewind(step)
         for router in result.routers.values():
@@ -266,9 +254,7 @@ def _take(result: MetricsLog, record: dict[str, Any], line: int, index: int) -> 
                 if len(result.series) >= MAX_KEYS:
                     raise ValueError("more keys than a metrics file has")
                 column = result.series[key] = Series()
-            column.steps.append(step)
-            column.lines.append(line)
-            column.values.append(float(value))
+            column.add(step, line, float(value))
 
 
 def _routers(record: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -1,0 +1,65 @@
+"""Scalars by name and step: what every reader of metrics returns, before `diag.series` gives the names one meaning.
+
+Columns carry the names of their source. Records are numbered in file order: by line in text files, by record in binary
+ones (`lines_known` says which). Replayed steps are kept as they were written; `diag.series` stitches them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from diag.artefacts import Artefact
+
+
+@dataclass(slots=True)
+class Series:
+    """One scalar over the run: three columns of equal length. `lines` are 1-based record numbers."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    lines: array[int] = field(default_factory=lambda: array("q"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+    def add(self, step: int, line: int, value: float) -> None:
+        """Append one point."""
+        self.steps.append(step)
+        self.lines.append(line)
+        self.values.append(value)
+
+    def rewind(self, step: int) -> None:
+        """Drop what lies beyond `step`: the run went back there and did the steps again."""
+        while self.steps and self.steps[-1] > step:
+            for column in (self.steps, self.lines, self.values):
+                column.pop()
+
+
+@dataclass(kw_only=True)
+class HasSeries(Artefact):
+    """Anything that holds numbers over steps: metrics files, event files, console logs."""
+
+
+@dataclass(kw_only=True)
+class MetricTable(HasSeries):
+    """Numbers over steps from a file that holds little else.
+
+    `steps_known` is false where records carry no step: they are then numbered from 1. `resumes` are (record, step)
+    where the source itself says that training went on after `step`. `joins` is a key shared by files that are parts of
+    one run, written one after the other in the order of `created` (Unix seconds). `style` names the program that wrote
+    it, where that decides what a name means ("megatron", "hf", ...).
+    """
+
+    series: dict[str, Series] = field(default_factory=dict)
+    resumes: list[tuple[int, int]] = field(default_factory=list)
+    steps_known: bool = True
+    lines_known: bool = True
+    total_steps: int | None = None
+    created: float | None = None
+    joins: str | None = None
+    style: str = ""
+
+    def column(self, key: str) -> Series:
+        """The column called `key`, made when it is new."""
+        found = self.series.get(key)
+        if found is None:
+            found = self.series[key] = Series()
+        return found
