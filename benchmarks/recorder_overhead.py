@@ -62,7 +62,8 @@ def step_of(run: Run, data: Data, recorder: Recorder | None, spent: list[float])
         done += 1
         if instruments:
             cpu_began = time.process_time()
-            instruments.after_step(done, result, lr, time.perf_counter() - began, train.data_seconds, validated={})
+            instruments.after_step(done, result, lr, time.perf_counter() - began, train.data_seconds,
+                                   {"data_repeated": train.repeats.take(), "epoch": 0.0})
             spent.append(time.process_time() - cpu_began)
         return result.loss.item()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,16 +98,16 @@ class Instruments:
         lr: float,
         seconds: float,
         data_seconds: float,
-        validated: dict[str, float],
+        extra: Mapping[str, float | None],
     ) -> None:
-        """Record one step and what a validation after it found; collective at logging intervals."""
+        """Record one step and `extra` values of it (data, validation); collective at logging intervals."""
         values: dict[str, Any] = {"loss": result.loss, "lr": lr, "step_seconds": seconds, "data_seconds": data_seconds}
         values["grad_norm"] = result.norms.square().sum().sqrt()
         for index, row in enumerate(self.rows):
             values[f"grad_norm/{row}"] = result.norms[index]
             values[f"grad_norm_clipped/{row}"] = result.clipped[index]
         values["skipped"] = result.skipped
-        values |= validated
+        values |= extra
         values["tokens"] = step * self.resolved.tokens_per_step
         if self.recorder.due(step):
             values |= self._interval(step)
@@ -122,6 +122,7 @@ class Instruments:
         aside, self._aside = self._aside, {}
         self._since = (step, now)
         modules = self.recorder.module_seconds()
+        self.recorder.times(step, {name: seconds for name, seconds in modules.items() if "/" not in name})
         sent = all_to_all_bytes(self.layers)
         reduced = self.recorder.reduce(
             {f"time/{name}": (seconds, "mean") for name, seconds in modules.items()}

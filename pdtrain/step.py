@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pdtrain.config import Resolved
 from pdtrain.data import Data
+from pdtrain.data.repeats import RepeatMeter
 from pdtrain.evaluate import plain
 from pdtrain.model.loss import cross_entropy
 from pdtrain.model.transformer import Transformer
@@ -68,6 +69,8 @@ class TrainStep:
         self.limits = {row: resolved.clip(row) for row in rows}
         #: Host seconds that the last step waited for data.
         self.data_seconds = 0.0
+        #: How much of its data this rank has read before.
+        self.repeats = RepeatMeter()
         self.dp_rank = 0 if meshes is None else meshes.dp.get_local_rank()
         # Each DP rank's loss is a mean over its tokens; the routers of a tensor group see 1/tp of them each.
         for layer in model.moe_layers().values():
@@ -115,7 +118,9 @@ class TrainStep:
         """Sequences [micro_batch, s + 1] of this DP rank; the global batch does not depend on the layout."""
         micro = self.resolved.micro_batch
         start = consumed + (index * self.resolved.dp + self.dp_rank) * micro
-        return torch.from_numpy(self.data.sequences(start, micro)).to(self.device, non_blocking=True)
+        sequences = self.data.sequences(start, micro)
+        self.repeats.add(sequences)
+        return torch.from_numpy(sequences).to(self.device, non_blocking=True)
 
     def _synchronise_gradients(self, last: bool) -> None:
         """Gradients of earlier micro-batches add up locally; only the last one is reduced."""

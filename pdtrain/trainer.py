@@ -108,7 +108,8 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
             seconds = time.perf_counter() - began
             last = step == run.train.steps
             validated = validate() if last or (run.train.val_every and step % run.train.val_every == 0) else {}
-            instruments.after_step(step, result, lr, seconds, step_once.data_seconds, validated)
+            data_values = {"data_repeated": step_once.repeats.take(), "epoch": consumed / data.sequences_per_epoch}
+            instruments.after_step(step, result, lr, seconds, step_once.data_seconds, validated | data_values)
             stopping = _stop_agreed(previous if place.device.type == "cuda" else result)
             previous = result
             if step % run.train.log_every == 0 and skipped_in_a_row.item() >= MAX_SKIPPED_IN_A_ROW:

@@ -2,8 +2,10 @@
 
     {"event":"start","time":1700000000.1,"rank":0}
     {"span":"forward","step":1,"start":1700000001.2,"seconds":0.31}
+    {"times":{"attention":0.12,"experts":0.09},"step":5}
 
-Events are few and kept; spans are many and only counted, summed and their last ones kept.
+Events are few and kept; spans are many: they are counted, summed, added up over bins of steps that double when there
+are too many of them, and the last ones are kept.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ MAX_EVENTS = 10_000
 LAST_SPANS = 64
 MAX_LINE_BYTES = 1 << 20
 MAX_NAMES = 10_000
-_LINE = re.compile(rb'\s*\{"(?:event|span)":"')
+#: Bins of steps kept per name; beyond this the bins double.
+MAX_BINS = 2_048
+MAX_STEP = 1 << 53
+_LINE = re.compile(rb'\s*\{"(?:event|span)":"|\s*\{"times":\{')
 _RANK = re.compile(r"rank[_-]?(\d{1,7})")
 
 
@@ -57,12 +62,49 @@ class SpanTotal:
     longest: RunSpan | None = None
 
 
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds by step: bin b covers steps b·width … (b+1)·width-1 and holds [seconds, steps recorded in it]."""
+
+    width: int = 1
+    bins: dict[int, list[float]] = field(default_factory=dict)
+    _last: int = -1
+
+    def add(self, step: int, seconds: float) -> None:
+        """Add a part of `step`; the parts of one step come in a row."""
+        entry = self.bins.setdefault(step // self.width, [0.0, 0])
+        entry[0] += seconds
+        if step != self._last:
+            entry[1] += 1
+            self._last = step
+        if len(self.bins) > MAX_BINS:
+            self.widen(2 * self.width)
+
+    def widen(self, width: int) -> None:
+        """Bins of `width` steps, a multiple of the present width."""
+        factor, bins = width // self.width, self.bins
+        self.width, self.bins = width, {}
+        for number, (seconds, steps) in bins.items():
+            entry = self.bins.setdefault(number // factor, [0.0, 0])
+            entry[0] += seconds
+            entry[1] += steps
+
+    def rewind(self, step: int) -> None:
+        """Drop what lies beyond `step`: it was done again."""
+        self.bins = {number: entry for number, entry in self.bins.items() if number * self.width <= step}
+
+
 @dataclass(kw_only=True)
 class EventLog(Artefact):
-    """What one rank did: its events in order, its spans by name, and the last spans before the end."""
+    """What one rank did: its events in order, its spans by name, and the last spans before the end.
+
+    `phases`: seconds by step of each span that belongs to a step; `modules`: of each watched group of modules.
+    """
 
     events: list[RunEvent] = field(default_factory=list)
     spans: dict[str, SpanTotal] = field(default_factory=dict)
+    phases: dict[str, StepTimes] = field(default_factory=dict)
+    modules: dict[str, StepTimes] = field(default_factory=dict)
     last_spans: deque[RunSpan] = field(default_factory=lambda: deque(maxlen=LAST_SPANS))
     last_time: float | None = None
     last_step: int | None = None
@@ -112,6 +154,9 @@ def _take(log: EventLog, record: Any, line: int) -> None:
             fields = {key: value for key, value in record.items() if key not in ("event", "time")}
             log.events.append(RunEvent(name, line, moment, fields))
         log.last_time = moment if moment is not None else log.last_time
+        if name == "resume" and isinstance(record.get("step"), int):
+            for column in (*log.phases.values(), *log.modules.values()):
+                column.rewind(record["step"])
     elif isinstance(name := record.get("span"), str):
         step = record.get("step")
         span = RunSpan(name, line, step if isinstance(step, int) else None, float(record["start"]),
@@ -125,6 +170,19 @@ def _take(log: EventLog, record: Any, line: int) -> None:
             total.longest = span
         log.last_spans.append(span)
         log.last_time = span.start + span.seconds
-        log.last_step = span.step if span.step is not None else log.last_step
+        if span.step is not None:
+            log.last_step = span.step
+            _put(log.phases, name, span.step, span.seconds)
+    elif isinstance(times := record.get("times"), dict):
+        for name, seconds in times.items():
+            _put(log.modules, name, record["step"], float(seconds))
     else:
         raise ValueError("neither event nor span")
+
+
+def _put(columns: dict[str, StepTimes], name: str, step: object, seconds: float) -> None:
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < MAX_STEP or not 0 <= seconds < 1e9:
+        raise ValueError("not a time of a step")
+    if name not in columns and len(columns) >= MAX_NAMES:
+        raise ValueError("more names than a recorder writes")
+    columns.setdefault(name, StepTimes()).add(step, seconds)

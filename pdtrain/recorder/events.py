@@ -57,6 +57,7 @@ class EventLog:
         self._lock = threading.RLock()
         self._waiting: list[tuple[str, int | None, float, float]] = []
         self._unnumbered = 0  # index of the first waiting span that the next `end_step` numbers
+        self._times: list[bytes] = []
         self._names: dict[str, str] = {}
         self._offset = time.time() - time.perf_counter()
 
@@ -113,6 +114,13 @@ class EventLog:
         if len(waiting) > MAX_WAITING:
             self.flush()
 
+    def times(self, step: int, seconds: Mapping[str, float]) -> None:
+        """Keep `seconds` per step by module of this rank for the end of the interval."""
+        if self._spans and len(self._times) < MAX_WAITING:
+            record = line({"times": {name: round(value, 7) for name, value in seconds.items()}, "step": step})
+            with self._lock:
+                self._times.append(record)
+
     def event(self, name: str, fields: Mapping[str, Any], *, alone: bool = False) -> None:
         """Write one event now, after the spans of finished steps, or `alone`."""
         record = {"event": name, "time": round(time.time(), 6)} | {k: v for k, v in fields.items() if v is not None}
@@ -125,11 +133,12 @@ class EventLog:
         """Write the spans of finished steps, in one write; those of the `unfinished_step` too when nothing follows."""
         with self._lock:
             count = len(self._waiting) if unfinished_step else self._unnumbered
-            if not count:
+            if not count and not self._times:
                 return
             done, self._waiting[:count] = self._waiting[:count], []
+            times, self._times = self._times, []
             self._unnumbered = max(0, self._unnumbered - count)
-            self._file.write("".join(self._line(*item) for item in done).encode())
+            self._file.write("".join(self._line(*item) for item in done).encode() + b"".join(times))
             self._offset = time.time() - time.perf_counter()  # follow a clock that NTP corrects
 
     def _line(self, name: str, step: int | None, start: float, seconds: float) -> str:
@@ -144,6 +153,7 @@ class EventLog:
         self._spans = False
         with self._lock:
             self._waiting.clear()
+            self._times.clear()
             self._unnumbered = 0
 
     def close(self) -> None:

@@ -189,6 +189,14 @@ class Recorder:
             self._failed(error)
             return {}
 
+    def times(self, step: int, seconds: Mapping[str, float]) -> None:
+        """Keep this rank's own seconds per step, by module, in events/: the means over ranks hide who is slow."""
+        try:
+            if seconds and not self._closed and self._stopped is None:
+                self._events.times(step, seconds)
+        except Exception as error:
+            self._failed(error)
+
     def reduce(
         self, values: Mapping[str, tuple[Value, Op]], group: ProcessGroup | None = None
     ) -> dict[str, float]:

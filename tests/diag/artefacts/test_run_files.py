@@ -47,3 +47,23 @@ def test_events_carry_rank_time_and_the_last_spans() -> None:
     assert (log.last_time, log.last_step) == (103.5, 2)
     assert (log.problem, log.problem_severity) == ("line 4 is cut off", "info")
     assert run_events.read(memory_source(EVENTS, "events.jsonl")).ranks == []
+
+
+def test_spans_and_module_times_are_added_up_by_step() -> None:
+    lines = [b'{"event":"start","time":1.0,"rank":0}']
+    for step in range(1, 5001):
+        lines += [b'{"span":"forward","step":%d,"start":1.0,"seconds":0.25}' % step] * 2
+    lines += [b'{"times":{"attention":0.5,"experts":0.1},"step":5}', b'{"times":{"attention":0.7},"step":10}']
+    log = run_events.read(memory_source(b"\n".join(lines) + b"\n", "rank_0.jsonl"))
+    forward = log.phases["forward"]
+    assert len(forward.bins) <= run_events.MAX_BINS and sum(steps for _, steps in forward.bins.values()) == 5000
+    assert all(seconds / steps == pytest.approx(0.5) for seconds, steps in forward.bins.values())
+    assert log.modules["attention"].bins == {5: [0.5, 1], 10: [0.7, 1]} and log.problem is None
+
+
+def test_steps_that_were_done_again_count_once() -> None:
+    span = '{"span":"data","step":%d,"start":1.0,"seconds":%f}'
+    lines = [span % (s, 1.0) for s in range(1, 11)] + ['{"event":"resume","time":1.0,"step":5}']
+    lines += [span % (s, 2.0) for s in range(6, 11)]
+    log = run_events.read(memory_source("\n".join(lines).encode(), "rank_0.jsonl"))
+    assert [v[0] for v in log.phases["data"].bins.values()] == [1.0] * 5 + [2.0] * 5
