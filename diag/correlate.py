@@ -18,6 +18,8 @@ from diag.schema import SEVERITY_ORDER, Evidence, Finding
 RIVAL = 0.85
 #: A confirmation comes at the latest when the scheduler has cleaned up the step.
 LATE_SECONDS = 3600.0
+#: Their lines speak of a process or a container; which rank that was the launcher says.
+KILLS = frozenset({"host_oom"})
 Before = Callable[[Finding, Finding], "bool | None"]
 
 
@@ -39,6 +41,7 @@ def correlate(findings: list[Finding], artefacts: Artefacts) -> list[Finding]:
               and SEVERITY_ORDER[f.severity] >= SEVERITY_ORDER["error"]]
     if rivals and before(root, rivals[0]) is not True:
         root.confidence = round(root.confidence * RIVAL, 3)
+    _adopt_victim(root, accounted)
     root.role = "root"
     for finding in [*candidates, *accounted]:
         if finding is not root:
@@ -49,6 +52,16 @@ def correlate(findings: list[Finding], artefacts: Artefacts) -> list[Finding]:
     ordered = [root, *accounted, *(f for f in findings if f is not root and f not in accounted)]
     root.explains = list(range(1, 1 + len(accounted)))
     return ordered
+
+
+def _adopt_victim(root: Finding, accounted: list[Finding]) -> None:
+    """A kill that names no rank hit the one rank that is known to have been killed: the kernel knows only pids."""
+    if root.cause not in KILLS or root.where.ranks:
+        return
+    killed = {tuple(f.where.ranks) for f in accounted if f.cause == "killed_unconfirmed" and f.where.ranks and
+              (not f.where.hosts or not root.where.hosts or set(f.where.hosts) & set(root.where.hosts))}
+    if len(killed) == 1 and len(ranks := killed.pop()) == 1:
+        root.where.ranks = list(ranks)
 
 
 def can_lead(finding: Finding) -> bool:
@@ -68,8 +81,16 @@ def _undetermined(finding: Finding) -> bool:
 
 def explains(a: Finding, b: Finding) -> bool:
     """Whether `a` accounts for `b`."""
+    if a.cause == b.cause:
+        return _seen_closer(a, b)
     return any(link.cause == b.cause and (before(b, a) is not True or confirms_late(a, b)) and shares(a, b, link.same)
                for link in EXPLAINS.get(a.cause, ()))
+
+
+def _seen_closer(a: Finding, b: Finding) -> bool:
+    """Whether both are the same fault, which `a` has from the collectives' own records and `b` from a console."""
+    return a.where.group is not None and b.where.group is None and \
+        (not b.where.ranks or bool(set(a.where.ranks) & set(b.where.ranks)))
 
 
 def confirms_late(a: Finding, b: Finding) -> bool:

@@ -15,6 +15,7 @@ from diag.discover import discover
 from diag.errors import ArtefactError, UsageError
 from diag.playbooks import fill, for_cause
 from diag.schema import Finding, Input, Report, Severity, Verdict
+from diag.starts import last_starts
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,9 @@ def diagnose(
     items, notes = read(sources, chosen, everything=only is None, progress=progress)
     if not items:
         raise UsageError(f"{', '.join(names[:5])}: {notes[0] if notes else 'empty; nothing to read'}")
-    artefacts = Artefacts(items)
+    judged, earlier = last_starts(items)
+    notes = [*earlier, *notes]
+    artefacts = Artefacts(judged)
     findings, not_checked, ran = detect(artefacts, chosen)
     findings = correlate(findings, artefacts) + list(_damage(items))
     return build_report(findings, inputs=[_input(item) for item in items], not_checked=[*not_checked, *notes],

@@ -24,6 +24,12 @@ class Identity:
     hosts: set[str] = field(default_factory=set)
     ranks: set[int] = field(default_factory=set)
     world: int | None = None
+    #: what "localhost" is called by the others, where that is certain
+    localhost: str = "localhost"
+
+    def named(self, host: str) -> str:
+        """`host` as the rest of the logs call it."""
+        return self.localhost if host == "localhost" else host
 
     def rank(self, speaker: Speaker, log: Log) -> int | None:
         """The global rank behind a line, if any source tells."""
@@ -112,9 +118,23 @@ def identify(logs: list[Log]) -> Identity:
                 who.ranks.add(speaker.rank)
             if speaker.host is not None:
                 who.hosts.add(speaker.host)
+    _name_localhost(who)
     if who.world is not None and who.ranks and max(who.ranks) >= who.world:
         who.world = None  # group-local numbers or several jobs: no statement about the world
     return who
+
+
+def _name_localhost(who: Identity) -> None:
+    """torchrun --standalone calls its host "localhost"; when others name the only host there is, that is it."""
+    if "localhost" not in who.hosts or len(who.hosts) != 2:
+        return
+    who.hosts.discard("localhost")
+    name = who.localhost = next(iter(who.hosts))
+    for rank, host in who.host_of.items():
+        who.host_of[rank] = who.named(host)
+    for table in (who.rank_of_process, who.rank_of_local):
+        for number, rank in [(key[1], rank) for key, rank in table.items() if key[0] == "localhost"]:
+            table.setdefault((name, number), rank)
 
 
 def _from_nccl(logs: list[Log], who: Identity) -> None:
@@ -142,8 +162,12 @@ def _from_event(event: Event, log: Log, who: Identity) -> None:
     if event.rule in ("identity", "nan-rank") and groups.get("host") and groups.get("rank"):
         who.host_of.setdefault(int(groups["rank"]), groups["host"])
         who.hosts.add(groups["host"])
-    if event.rule in ("lightning-member", "world-size", "registered-processes", "store-barrier", "distributed-init",
-                      "clients-joined") and groups.get("world"):
+    if event.rule == "pdtrain-start" and groups.get("rank"):
+        who.host_of.setdefault(int(groups["rank"]), groups["host"])
+        who.rank_of_process.setdefault((groups["host"], int(groups["pid"])), int(groups["rank"]))
+        who.hosts.add(groups["host"])
+    if event.rule in ("pdtrain-start", "lightning-member", "world-size", "registered-processes", "store-barrier",
+                      "distributed-init", "clients-joined") and groups.get("world"):
         who.world = max(who.world or 0, int(groups["world"]))
     if event.rule in ("lightning-member", "watchdog-timeout", "watchdog-status", "distributed-init", "store-barrier"):
         rank = groups.get("rank")

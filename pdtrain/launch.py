@@ -20,6 +20,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -62,7 +63,8 @@ def launch(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=processes,
-        run_id=uuid.uuid4().hex[:8],
+        # torchrun names its log folder after it; `diag` tells the starts of one run apart by the time.
+        run_id=f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:4]}",
         role="default",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
@@ -76,6 +78,7 @@ def launch(
         shutdown_timeout=GRACE_SECONDS,
     )
     with _environment(run_dir, threads, flight_recorder_entries), _agent_log(logs / "launcher.log") as log:
+        log.warning("pdtrain starts %d rank%s", processes, "s" if processes > 1 else "")
         with _forwarding() as received:
             try:
                 elastic_launch(config, sys.executable)(*arguments)

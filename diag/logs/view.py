@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from diag.artefacts import Artefacts
@@ -183,7 +183,7 @@ def make_view(logs: list[Log]) -> View:
                 if rank is None and who.one_host():
                     rank = tb.process  # mp.spawn numbers its processes as ranks on one host
             raised.append(Raised(tb, Place(index, tb.line, tb.speaker.time), rank, who.host(tb.speaker, log), log))
-        blocks.extend((index, block) for block in summary_blocks(log))
+        blocks.extend((index, replace(block, host=who.named(block.host))) for block in summary_blocks(log))
     return View(logs, who, items, raised, blocks)
 
 

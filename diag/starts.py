@@ -1,0 +1,130 @@
+"""One incident at a time: of a run directory that was started several times, only the last start is judged.
+
+A job that is preempted, resumed and then killed leaves the lines of both ends in the same files. The earlier end is
+not what the user asks about, and must not become the root of a report about the later one. What is cut:
+
+- logs that say where they were started (`pdtrain-start`): everything above the last such line;
+- a rank's events: everything before its last "start"; a rank that took no part in the last start: all of it;
+- torchrun's folders of earlier launches, and dumps that the recorder has set aside (`dumps/earlier_<n>/`).
+
+Metrics stay whole: a loss is judged over the restarts. Logs of other programs know their attempts themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import PurePath
+
+from diag.artefacts import Artefact
+from diag.artefacts.log_facts import Log
+from diag.artefacts.run_events import EventLog
+
+START_RULE = "pdtrain-start"
+#: Ranks of one start begin within this time of each other; one that began earlier took no part in it.
+SAME_START_SECONDS = 600.0
+#: pdtrain train names torchrun's folder by the UTC time of the launch.
+_LAUNCH = re.compile(r"^(\d{8}T\d{6}Z)-")
+_SET_ASIDE = re.compile(r"^earlier_\d+$")
+
+
+def last_starts(items: Sequence[Artefact]) -> tuple[list[Artefact], list[str]]:
+    """`items` without what belongs to earlier starts, and a note for the report about each run it was cut from."""
+    events: dict[PurePath, list[EventLog]] = {}
+    for item in items:
+        if isinstance(item, EventLog):
+            events.setdefault(_root(item.path), []).append(item)
+    began = {root: _began(logs) for root, logs in events.items()}
+    launches = _newest_launches(items)
+    earlier: dict[PurePath, int] = {}
+    kept: list[Artefact] = []
+    for item in items:
+        root = next((root for root in began if root in PurePath(item.path).parents), None)
+        cut: Artefact | None = item
+        if isinstance(item, Log):
+            cut = _cut_log(item)
+        elif isinstance(item, EventLog):
+            cut = _cut_events(item, began[_root(item.path)])
+        if _of_earlier_launch(item, launches) or (root is not None and _set_aside(item)):
+            cut = None
+        if cut is not item:
+            place = root if root is not None else PurePath(item.path)
+            earlier[place] = max(earlier.get(place, 0), _starts(item) - 1, 1)
+        if cut is not None:
+            kept.append(cut)
+    notes = [f"earlier starts: {place} was started {count + 1} times or more; only the last start is judged"
+             for place, count in earlier.items()]
+    return kept, notes
+
+
+def _root(path: str) -> PurePath:
+    """The run directory of `<run>/events/rank_<R>.jsonl`."""
+    return PurePath(path).parent.parent
+
+
+def _last_start(log: EventLog) -> float | None:
+    return next((event.time for event in reversed(log.events) if event.name == "start" and event.time is not None),
+                None)
+
+
+def _began(logs: list[EventLog]) -> float | None:
+    """When the last start of a run began, in Unix seconds."""
+    starts = [start for log in logs if (start := _last_start(log)) is not None]
+    return min((start for start in starts if max(starts) - start <= SAME_START_SECONDS), default=None)
+
+
+def _cut_events(log: EventLog, began: float | None) -> EventLog | None:
+    mine = _last_start(log)
+    if began is not None and mine is not None and mine < began:
+        return None
+    last = max((index for index, event in enumerate(log.events) if event.name == "start"), default=0)
+    return replace(log, events=log.events[last:]) if last else log
+
+
+def _cut_log(log: Log) -> Log:
+    """The log from its last start on. Progress stays: the loss before a restart explains the loss after it."""
+    line = max((event.line for event in log.events if event.rule == START_RULE), default=0)
+    if not any(event.line < line for event in log.events) and not any(tb.line < line for tb in log.tracebacks):
+        return log
+    return replace(log, events=[e for e in log.events if e.line >= line],
+                   tracebacks=[t for t in log.tracebacks if t.line >= line],
+                   tail=[s for s in log.tail if s.line >= line], rare=[s for s in log.rare if s.line >= line],
+                   clock=[entry for entry in log.clock if entry[0] >= line])
+
+
+def _starts(item: Artefact) -> int:
+    if isinstance(item, EventLog):
+        return sum(event.name == "start" for event in item.events)
+    return sum(event.rule == START_RULE for event in item.events) if isinstance(item, Log) else 0
+
+
+def _launch(path: str) -> tuple[PurePath, float] | None:
+    """The folder that holds torchrun's folders, and when this one was made, in Unix seconds."""
+    for folder in PurePath(path).parents:
+        if (stamp := _LAUNCH.match(folder.name)) is not None:
+            try:
+                made = datetime.strptime(stamp[1], "%Y%m%dT%H%M%SZ")
+            except ValueError:
+                return None
+            return folder.parent, made.replace(tzinfo=UTC).timestamp()
+    return None
+
+
+def _newest_launches(items: Sequence[Artefact]) -> dict[PurePath, float]:
+    newest: dict[PurePath, float] = {}
+    for item in items:
+        if (found := _launch(item.path)) is not None:
+            newest[found[0]] = max(newest.get(found[0], found[1]), found[1])
+    return newest
+
+
+def _of_earlier_launch(item: Artefact, newest: dict[PurePath, float]) -> bool:
+    found = _launch(item.path)
+    return found is not None and found[1] < newest[found[0]]
+
+
+def _set_aside(item: Artefact) -> bool:
+    folder = PurePath(item.path).parent
+    return bool(_SET_ASIDE.match(folder.name)) and folder.parent.name == "dumps"
