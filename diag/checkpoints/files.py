@@ -1,0 +1,87 @@
+"""The files of one checkpoint: names that stay inside its folder, sizes, memory maps."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import OrderedDict
+from pathlib import Path, PurePosixPath
+
+from diag.errors import ArtefactError
+
+#: Maps kept open; a checkpoint may have more files than a process may have descriptors.
+MAX_MAPS = 256
+
+
+class Folder:
+    """`root` and what lies in it. Every name that a file of the checkpoint mentions goes through `inside` first."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._maps: OrderedDict[str, memoryview] = OrderedDict()
+        self._sizes: dict[str, int | None] = {}
+        self._lock = threading.Lock()
+
+    def inside(self, name: str) -> str:
+        """`name` as it may be used. Raises `ArtefactError` for one that leaves the folder.
+
+        Symbolic links that lie in the folder are followed (a model hub's cache is made of them); names are not.
+        """
+        pure = PurePosixPath(name.replace("\\", "/"))
+        if not name or "\0" in name or pure.is_absolute() or ".." in pure.parts or (len(name) > 1 and name[1] == ":"):
+            raise ArtefactError(f"refers to a file outside of the checkpoint, {name!r}; refused")
+        return str(pure)
+
+    def path(self, name: str) -> Path:
+        return self.root / self.inside(name)
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a regular file, None when there is no such file."""
+        if name not in self._sizes:
+            try:
+                path = self.path(name)
+                self._sizes[name] = path.stat().st_size if path.is_file() else None
+            except OSError:
+                self._sizes[name] = None
+        return self._sizes[name]
+
+    def names(self, under: str = "") -> list[str]:
+        """Every regular file below `root/under`, relative to root, sorted. Links to directories are not followed."""
+        found = []
+        start = self.root / under if under else self.root
+        for folder, names, files in os.walk(start):
+            names.sort()
+            base = Path(folder).relative_to(self.root)
+            found += [(base / file).as_posix() for file in sorted(files)]
+        return found
+
+    def head(self, name: str, count: int) -> bytes:
+        """The first `count` bytes. Raises `ArtefactError`."""
+        return self.bytes(name, 0, count)
+
+    def bytes(self, name: str, offset: int = 0, count: int = -1) -> bytes:
+        """A copy of some bytes, fewer at the end of the file. Raises `ArtefactError`."""
+        try:
+            with self.path(name).open("rb") as file:
+                file.seek(offset)
+                return file.read(count)
+        except OSError as error:
+            raise ArtefactError(f"{name}: cannot be read: {error.strerror or error}") from None
+
+    def map(self, name: str) -> memoryview:
+        """The whole file, read-only, mapped. Raises `ArtefactError`."""
+        with self._lock:
+            if name in self._maps:
+                self._maps.move_to_end(name)
+                return self._maps[name]
+            try:
+                with self.path(name).open("rb") as file:
+                    length = os.fstat(file.fileno()).st_size
+                    view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if length else b"")
+            except (OSError, ValueError) as error:
+                raise ArtefactError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+            self._maps[name] = view
+            if len(self._maps) > MAX_MAPS:
+                self._maps.popitem(last=False)  # arrays over it keep the map alive; it closes with the last of them
+            return view
