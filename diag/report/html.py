@@ -106,7 +106,8 @@ def _explained(victims: list[Finding]) -> list[str]:
     for finding in victims:
         where = model.where_words(finding.where)
         known = f" <span class=dim>({esc(', '.join(where))})</span>" if where else ""
-        items.append(f"<li><code>{esc(finding.cause)}</code>{known} {esc(finding.summary)}</li>")
+        slug = f"<code>{esc(finding.cause)}</code>{known} " if model.cause_prefix(finding) else ""
+        items.append(f"<li>{slug}{esc(finding.summary)}</li>")
     plural = "s" if len(victims) > 1 else ""
     return [f"<details><summary>Explained by it: {len(victims)} finding{plural}</summary><ul>{''.join(items)}</ul>"
             "</details>"]
@@ -124,13 +125,17 @@ def _beside(finding: Finding) -> str:
 
 def _evidence(items: list[Evidence], limit: int) -> list[str]:
     parts = []
-    for item in items[:limit]:
+    groups = model.alike(items)
+    for item, *others in groups[:limit]:
         extra = "".join(f" · {esc(text)}" for text in (
             f"rank {item.rank}" if item.rank is not None else "", item.time or "") if text)
         place = esc(model.place(item.path, item.line, item.offset))
         parts.append(f"<div class=place>{place}{extra}</div><pre>{esc(item.text, 4000)}</pre>")
-    if len(items) > limit:
-        parts.append(f"<p class=dim>{len(items) - limit} more in the JSON report.</p>")
+        if others:
+            parts.append(f"<p class=dim>{esc(model.like_it(others))}</p>")
+    more = sum(map(len, groups[limit:]))
+    if more:
+        parts.append(f"<p class=dim>{more} more in the JSON report.</p>")
     return parts
 
 

@@ -74,7 +74,8 @@ def _explained(victims: list[Finding]) -> list[str]:
     for finding in victims:
         where = model.where_words(finding.where)
         known = f" ({escape(', '.join(where))})" if where else ""
-        lines.append(f"- {code(finding.cause)}{known}: {escape(finding.summary)}")
+        slug = f"{code(finding.cause)}{known}: " if model.cause_prefix(finding) else ""
+        lines.append(f"- {slug}{escape(finding.summary)}")
     folded = "\n".join(lines)
     return [f"<details><summary>Explained by it: {len(victims)} finding{'s' if len(victims) > 1 else ''}</summary>",
             folded, "</details>"]
@@ -92,8 +93,11 @@ def _beside(finding: Finding) -> list[str]:
 def _evidence(items: list[Evidence]) -> list[str]:
     if not items:
         return []
-    lines = [f"{printable(model.place(e.path, e.line, e.offset))}: {printable(e.text)}"
-             for e in items[: 2 * model.MAX_EVIDENCE]]
+    lines = []
+    for first, *others in model.alike(items)[: 2 * model.MAX_EVIDENCE]:
+        lines.append(f"{printable(model.place(first.path, first.line, first.offset))}: {printable(first.text)}")
+        if others:
+            lines.append(f"    {printable(model.like_it(others))}")
     body = "\n".join(lines)
     fence = "`" * max(3, max((len(run) for run in re.findall(r"`+", body)), default=0) + 1)
     return [f"{fence}text\n{body}\n{fence}"]

@@ -5,15 +5,23 @@ Nothing here judges; it only turns nouns into short texts. All texts are raw: ea
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from diag.schema import Finding, Report, Where
+from diag.causes import CAUSES
+from diag.schema import Evidence, Finding, Report, Where
 
 #: Rows of a table, evidence lines and folded findings shown in a human form; the JSON has them all.
 MAX_ROWS = 16
 MAX_EVIDENCE = 5
 MAX_FOLDED = 8
+#: How a finding was made, not what it found: of use to programs, noise to a person.
+BOOKKEEPING = {"lines", "signatures", "times"}
+
+#: What tells the same line of two ranks apart: rank and process prefixes, time of day, how long it waited.
+_SPEAKER = re.compile(r"\[?\b(?:default|[Rr]ank)[ :=]?\d+\]?:?|\(?\bpid[ :=]+\d+\)?|\d\d:\d\d:\d\d[.,\d]*|^\[?[EWIF]\d{4}\b"
+                      r"|(?<=ran for )\d+", re.M)
 
 Table = tuple[str, list[str], list[list[str]]]
 
@@ -53,12 +61,37 @@ def where_words(where: Where) -> list[str]:
     if where.step is not None:
         parts.append(f"step {where.step:,}")
     if where.group:
-        parts.append(f"group {where.group}")
+        parts.append(where.group if where.group.startswith("group ") else f"group {where.group}")
     if where.file:
         parts.append(f"{where.file}:{where.line}" if where.line is not None else where.file)
     if where.time:
         parts.append(where.time)
     return parts
+
+
+def cause_prefix(finding: Finding) -> str:
+    """The slug in front of a folded finding; nothing where the slug only says that nobody knows."""
+    cause = CAUSES.get(finding.cause)
+    return "" if cause is not None and cause.verdict == "unknown" else finding.cause
+
+
+def alike(items: Sequence[Evidence]) -> list[list[Evidence]]:
+    """Evidence in order; lines of one file that differ only in who says it and when stand with the first of them.
+
+    256 ranks that time out print one line 256 times. Sizes, sequence numbers and losses are never taken for alike.
+    """
+    groups: dict[tuple[str, str], list[Evidence]] = {}
+    for item in items:
+        groups.setdefault((item.path, _SPEAKER.sub("", item.text).strip()), []).append(item)
+    return list(groups.values())
+
+
+def like_it(items: Sequence[Evidence]) -> str:
+    """What to print of the lines that are like one shown above them: ":50, :63 alike (ranks 1, 2)"."""
+    places = clip_list([f":{item.line}" if item.line is not None else f"@{item.offset}" for item in items], 8)
+    ranks = sorted({item.rank for item in items if item.rank is not None})
+    who = f" (rank{'s' if len(ranks) > 1 else ''} {rank_list(ranks)})" if ranks else ""
+    return f"{places} alike{who}"
 
 
 def rank_list(ranks: Sequence[int]) -> str:
@@ -93,8 +126,9 @@ def tables(finding: Finding) -> list[Table]:
 
 
 def scalars(finding: Finding) -> list[tuple[str, str]]:
-    """(name, text) of the numbers that are no tables."""
-    return [(name, number(value)) for name, value in finding.numbers.items() if not _is_table(value)]
+    """(name, text) of the numbers that are no tables; the doctor's own bookkeeping is left to the JSON."""
+    return [(name, number(value)) for name, value in finding.numbers.items()
+            if not _is_table(value) and name not in BOOKKEEPING]
 
 
 def _is_table(value: Any) -> bool:

@@ -75,18 +75,21 @@ class _Page:
         self.evidence(finding.evidence)
 
     def evidence(self, items: list[Evidence]) -> None:
-        """Place and text of each item; further lines of the same file as `:line  text`."""
+        """Place and text of each item; further lines of the same file as `:line  text`, lines alike as one."""
         path = None
-        for index, item in enumerate(items[: model.MAX_EVIDENCE]):
+        groups = model.alike(items)
+        for index, (item, *others) in enumerate(groups[: model.MAX_EVIDENCE]):
             if item.path == path and item.line is not None:
                 self.line(f":{item.line}  {item.text}")
-                continue
-            path = item.path
-            place = printable(model.place(item.path, item.line, item.offset))
-            self.place("evidence" if not index else "", place, item.rank)
-            self.line(item.text)
-        if len(items) > model.MAX_EVIDENCE:
-            more = len(items) - model.MAX_EVIDENCE
+            else:
+                path = item.path
+                place = printable(model.place(item.path, item.line, item.offset))
+                self.place("evidence" if not index else "", place, item.rank)
+                self.line(item.text)
+            if others:
+                self.line(model.like_it(others), "dim")
+        more = sum(map(len, groups[model.MAX_EVIDENCE :]))
+        if more:
             self.field("", f"{more} more line{'s' if more > 1 else ''} in --json", "dim")
 
     def numbers(self, finding: Finding) -> None:
@@ -109,7 +112,9 @@ class _Page:
             ranks = sorted({rank for member in members for rank in member.where.ranks})
             who = f" (rank{'s' if len(ranks) > 1 else ''} {model.rank_list(ranks)})" if ranks else ""
             times = f" ×{len(members)}" if len(members) > 1 else ""
-            self.field("explains" if not index else "", f"{cause}{times}{who}: {members[0].summary}", "dim")
+            slug = model.cause_prefix(members[0])
+            lead = f"{slug}{times}{who}: " if slug else ""
+            self.field("explains" if not index else "", f"{lead}{members[0].summary}", "dim")
 
     def advice(self, finding: Finding) -> None:
         if finding.fix:

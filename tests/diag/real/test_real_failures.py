@@ -7,44 +7,17 @@ same): there the flight-recorder dumps do.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from diag.diagnose import diagnose
 from diag.schema import Finding
+from tests.diag.real.launcher import launch
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
-
-JOB = Path(__file__).with_name("broken_job.py")
-WORLD = 8
-#: Seconds until a collective gives up; everything else is torch's import on few cores.
-PATIENCE = 12
-DEADLINE = 240
-
-
-def launch(folder: Path, *arguments: str, torchrun: tuple[str, ...] = ("--standalone",), world: int = WORLD,
-           **variables: str) -> None:
-    """Run the job under torchrun, its console in `folder`; every process is gone afterwards."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
-    command = [sys.executable, "-m", "torch.distributed.run", *torchrun, "--nproc-per-node", str(world), str(JOB),
-               *arguments, "--folder", str(folder), "--timeout", str(PATIENCE)]
-    with (folder / "console.log").open("w") as console:
-        process = subprocess.Popen(command, stdout=console, stderr=subprocess.STDOUT, env=environment,
-                                   start_new_session=True, cwd=folder)
-        try:
-            process.wait(DEADLINE)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 def root_of(*paths: Path) -> Finding:

@@ -184,3 +184,39 @@ def test_a_browser_shows_the_page_without_sideways_scrolling(tmp_path: Path, wid
     title = re.search(r"<title>(\d+)</title>", done.stdout)
     assert title, done.stderr[-500:]
     assert int(title[1]) <= max(width, 500)  # headless Chromium has a least window width of 500
+
+
+def timed_out(rank: int, line: int, size: int = 4160) -> Evidence:
+    return Evidence(path="a.log", line=line, rank=rank,
+                    text=f"[rank{rank}]: all_reduce of {size} timed out, ran for {60_000 + rank} milliseconds")
+
+
+@pytest.mark.parametrize("form", [terminal.render, markdown.render, html.render])
+def test_a_line_that_every_rank_prints_is_shown_once(form) -> None:
+    root = Finding(cause="hang_all_waiting", role="root", severity="fatal", summary="x",
+                   evidence=[timed_out(rank, 10 + rank) for rank in range(64)])
+    text = form(Report(verdict="failed", headline="x", findings=[root]))
+    assert text.count("of 4160 timed out") == 1
+    assert ":11, :12" in text and "alike (ranks 1-63)" in text
+
+
+def test_lines_that_differ_in_a_size_are_not_alike() -> None:
+    groups = model.alike([timed_out(0, 1), timed_out(1, 2), timed_out(3, 4, size=4161)])
+    assert [[e.rank for e in group] for group in groups] == [[0, 1], [3]]
+
+
+def test_a_person_is_spared_the_bookkeeping_and_names_of_the_unknown() -> None:
+    root = Finding(cause="cuda_oom", role="root", severity="fatal", summary="x", explains=[1],
+                   numbers={"lines": 3, "signatures": ["cuda-oom"], "requested_bytes": 77})
+    end = Finding(cause="unexplained_end", role="victim", severity="error", summary="a peer closed its connection")
+    report = Report(verdict="failed", headline="x", findings=[root, end])
+    for form in (terminal.render, markdown.render, html.render):
+        text = form(report)
+        assert "a peer closed its connection" in text and "77" in text
+        assert "unexplained_end" not in text and "signatures" not in text
+    assert "unexplained_end" in to_json(report) and "signatures" in to_json(report)
+
+
+@pytest.mark.parametrize("group", ["1", "group 1"])
+def test_a_group_is_called_a_group_once(group: str) -> None:
+    assert model.where_words(Where(group=group)) == ["group 1"]

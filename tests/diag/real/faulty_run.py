@@ -1,0 +1,120 @@
+"""One small run of this trainer with one fault, as a rank of a job or alone; the faults are put in from outside.
+
+    python faulty_run.py FAULT RUN_DIR [--steps N] [--ranks N] [--rank R]      (several ranks: under torchrun)
+
+The trainer knows none of them: a setting is what a user could have written, everything else is patched in here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+import pdtrain.model.build
+import pdtrain.parallel.parallelize
+from pdtrain.config.schema import Checkpoint, Model, ModulePolicy, Modules, Moe, Optimizer, Parallel, Run, Train
+from pdtrain.data.corpus import Data
+from pdtrain.model.attention import GroupedQueryAttention
+from pdtrain.model.initialise import initial_value
+from pdtrain.model.router import Router
+from pdtrain.trainer import train
+
+LENGTH = 128
+#: Step at which a fault begins that does not begin with the run.
+ONSET = 60
+
+
+def settings(fault: str, steps: int, ranks: int) -> Run:
+    """The healthy configuration, or with the one wrong setting that `fault` names."""
+    moe: dict[str, Any] = {"experts": 8, "top_k": 2, "expert_hidden": 64, "aux_loss": 0.01, "z_loss": 0.001}
+    lr, router = 2e-3, ModulePolicy()
+    if fault == "lr":
+        lr *= 30
+    if fault == "no-aux":
+        moe["aux_loss"] = 0.0
+    if fault == "router-bf16":
+        moe["bias_update_speed"] = 0.001
+        router = ModulePolicy(dtype="bf16")
+    return Run(
+        model=Model(vocab_size=256, hidden=64, layers=3, dense_layers=1, heads=4, kv_heads=2, head_dim=16,
+                    ffn_hidden=128, moe=Moe(**moe)),
+        parallel=Parallel(ranks=ranks),
+        modules=Modules(experts=ModulePolicy(expert=2 if ranks % 2 == 0 else 1), router=router),
+        train=Train(steps=steps, sequence_length=LENGTH, micro_batch=8, val_sequences=0),
+        optimizer=Optimizer(lr=lr, warmup_steps=10),
+        checkpoint=Checkpoint(),
+    )
+
+
+def same_experts(name: str, shape: torch.Size, **options: Any) -> torch.Tensor:
+    """Every expert gets the values of the first one: one seed for all."""
+    value = initial_value(name, shape, **options)
+    return value[:1].repeat(value.shape[0], 1, 1) if ".experts." in name and value.ndim == 3 else value
+
+
+def pushed_bias(self: Router, counts: torch.Tensor, honest: Any = Router.update_bias) -> None:
+    """The bias update of two experts runs away."""
+    honest(self, counts)
+    self.pushed = getattr(self, "pushed", 0) + 1
+    if self.bias is not None and self.pushed >= ONSET:
+        self.bias[:2] += 0.02
+
+
+def one_page(self: Data, start: int, count: int, honest: Any = Data.sequences) -> Any:
+    """From some step on the same few sequences again and again."""
+    rows = honest(self, start, count)
+    if start < ONSET * 8:
+        return rows
+    return honest(self, 0, count)
+
+
+def put_in(fault: str, guilty: bool) -> None:
+    """Patch the fault into this process."""
+    if fault == "same-init":
+        pdtrain.model.build.initial_value = same_experts
+        pdtrain.parallel.parallelize.initial_value = same_experts
+    if fault == "router-bf16":
+        Router.update_bias = pushed_bias  # type: ignore[method-assign]
+    if fault == "repeats":
+        Data.sequences = one_page  # type: ignore[method-assign]
+    if fault == "slow" and guilty:
+        slowly(GroupedQueryAttention, "forward", 0.03)
+    if fault == "slow-data" and guilty:
+        slowly(Data, "sequences", 0.08)
+    if fault == "nice" and guilty:
+        os.nice(19)
+
+
+def slowly(owner: type, name: str, seconds: float) -> None:
+    """`owner.name` takes so much longer."""
+    honest = getattr(owner, name)
+
+    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        time.sleep(seconds)
+        return honest(self, *arguments, **keywords)
+
+    setattr(owner, name, call)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("fault")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--rank", type=int, default=1)
+    options = parser.parse_args()
+    put_in(options.fault, guilty=int(os.environ.get("RANK", 0)) == options.rank)
+    run = settings(options.fault, options.steps, options.ranks)
+    train(msgspec.structs.replace(run, recorder=msgspec.structs.replace(run.recorder, tensorboard=False)),
+          options.folder)
+
+
+if __name__ == "__main__":
+    main()
