@@ -20,8 +20,8 @@ MAX_FOLDED = 8
 BOOKKEEPING = {"lines", "signatures", "times"}
 
 #: What tells the same line of two ranks apart: rank and process prefixes, time of day, how long it waited.
-_SPEAKER = re.compile(r"\[?\b(?:default|[Rr]ank)[ :=]?\d+\]?:?|\(?\bpid[ :=]+\d+\)?|\d\d:\d\d:\d\d[.,\d]*|^\[?[EWIF]\d{4}\b"
-                      r"|(?<=ran for )\d+", re.M)
+_SPEAKER = re.compile(r"\[?\b(?:default|[Rr]ank)[ :=]?\d+\]?:?|\(?\bpid[ :=]+\d+\)?|\d\d:\d\d:\d\d[.,\d]*"
+                      r"|^\[?[EWIF]\d{4}\b|(?<=ran for )\d+")
 
 Table = tuple[str, list[str], list[list[str]]]
 

@@ -105,7 +105,7 @@ class _Page:
         groups: dict[str, list[Finding]] = {}
         for finding in victims:
             groups.setdefault(finding.cause, []).append(finding)
-        for index, (cause, members) in enumerate(groups.items()):
+        for index, members in enumerate(groups.values()):
             if index == model.MAX_FOLDED:
                 self.field("", f"{len(groups) - index} more kinds in --json", "dim")
                 break
