@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from diag.artefacts import Artefact, Artefacts, Progress, Reader, ReadOptions, Source, Unreadable, recognise
+from diag.artefacts.log_facts import Log
 from diag.causes import CAUSES
 from diag.correlate import correlate
 from diag.detectors import Detector, NotChecked, detectors
@@ -29,22 +30,26 @@ def diagnose(
     only: str | tuple[str, ...] | None = None,
     signatures: Path | None = None,
     progress: Progress | None = None,
+    columns: tuple[tuple[str, str], ...] = (),
 ) -> Report:
     """Diagnose what lies under `paths`; `only` restricts the detectors to a topic ("router", "hang", ...).
 
+    `columns` are the user's own names of metrics, (canonical name, name in the source).
     `signatures` is a folder with the user's own log signatures. `progress(done, total)` is called in bytes while
     reading. Raises `UsageError` for a path that does not exist or when nothing at all was found; damaged inputs are
     findings and `inputs[].problem`.
     """
     names = [str(path) for path in paths]
     chosen = detectors(only)
-    sources = discover(names, options=ReadOptions(signatures=signatures))
+    numbers_only = only is not None and not any(Log in (*d.needs, *d.wants) for d in chosen)
+    sources = discover(names, options=ReadOptions(signatures=signatures, series=numbers_only, columns=columns))
     items, notes = read(sources, chosen, everything=only is None, progress=progress)
     if not items:
         raise UsageError(f"{', '.join(names[:5])}: {notes[0] if notes else 'empty; nothing to read'}")
     judged, earlier = last_starts(items)
     notes = [*earlier, *notes]
     artefacts = Artefacts(judged)
+    artefacts.columns = columns
     findings, not_checked, ran = detect(artefacts, chosen)
     findings = correlate(findings, artefacts) + list(_damage(items))
     return build_report(findings, inputs=[_input(item) for item in items], not_checked=[*not_checked, *notes],

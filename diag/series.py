@@ -185,13 +185,10 @@ INTERLEAVED = 0.05
 SAME_SHARE, SAME_POINTS, SAME_TOLERANCE = 0.9, 5, 2e-3
 
 
-def runs(artefacts: Artefacts, columns: Sequence[tuple[str, str]] = ()) -> list[Run]:
-    """The runs that the artefacts tell of, the one with most loss points first.
-
-    `columns` are the user's own assignments, (canonical name, name in the source). Made once per set of artefacts.
-    """
+def runs(artefacts: Artefacts) -> list[Run]:
+    """The runs that the artefacts tell of, the one with most loss points first. Made once per set of artefacts."""
     memo = artefacts.__dict__.setdefault("runs", {})
-    key = tuple(columns)
+    key = artefacts.columns
     if key not in memo:
         from diag.series_sources import raw_runs
 

@@ -38,6 +38,10 @@ class ReadOptions:
     """What the user's options say to every reader."""
 
     signatures: Path | None = None
+    #: of console logs every number with a step is wanted, and nothing else
+    series: bool = False
+    #: (canonical name, name in the source): which column is meant (`--column`)
+    columns: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +118,8 @@ class Artefacts:
 
     def __init__(self, items: Iterable[Artefact] = ()) -> None:
         self.items: list[Artefact] = list(items)
+        #: the user's own names of columns, (canonical name, name in the source)
+        self.columns: tuple[tuple[str, str], ...] = ()
 
     def of(self, kind: type[_A]) -> list[_A]:
         """All artefacts of class `kind`, in reading order; empty when there are none."""

@@ -66,10 +66,25 @@ def read(source: Source) -> Artefact:
 
 
 def read_many(sources: Sequence[Source], progress: Progress) -> list[Artefact | Unreadable]:
-    """The facts of many logs, scanned on all cores. Raises `UsageError` for a bad signature of the user's."""
+    """The facts of many logs, scanned on all cores; with `options.series` their numbers instead.
+
+    Raises `UsageError` for a bad signature of the user's.
+    """
+    if sources and sources[0].options.series:
+        return [_series(source) for source in sources]
     catalogue = load_catalogue(sources[0].options.signatures if sources else None)
     results = run(sources, catalogue, progress)
     return [_log(source, pieces, catalogue.by_id) for source, pieces in zip(sources, results, strict=True)]
+
+
+def _series(source: Source) -> Artefact:
+    from diag.artefacts.metric_lines import read_table
+
+    table = read_table(source)
+    log = Log(path=source.path, format=NAME, bytes=source.bytes, lines=table.lines, problem=table.problem,
+              problem_severity=table.problem_severity, table=table)
+    _name(log)
+    return log
 
 
 def _log(source: Source, pieces: list[Facts], rules: dict[str, Rule]) -> Artefact:

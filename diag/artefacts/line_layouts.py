@@ -1,0 +1,235 @@
+"""Layouts of progress lines, learned from the first lines of each: one regular expression per line from then on.
+
+`log_progress.parse_line` knows what a progress line of any program means, at some ten microseconds a line. A run prints
+few layouts and repeats each a million times, so the layout of a line that was understood is learned: its numbers become
+groups, the rest stays literal. Further lines of that layout cost one match. The first lines of each layout are parsed
+both ways, and a layout that disagrees is given up. Lines of ranks are told apart by their marks, which stay literal.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from diag.artefacts.log_facts import Progress
+from diag.artefacts.log_lines import ANSI, Style, clean, front_speaker
+from diag.artefacts.log_progress import parse_line
+
+NUMBER = rb"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|(?<![A-Za-z])[-+]?(?:nan|inf|NaN|Inf|NAN|INF)(?![A-Za-z])"
+_TOKEN = re.compile(rb"(?<![A-Za-z_\d.])(?:" + NUMBER + rb")")
+_GROUP = rb"([-+.\d,]+(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf|NaN|Inf|NAN|INF))"
+_BLANKS = re.compile(rb"(?:\\?[ ])+")
+_ESCAPES = re.compile(ANSI.pattern.encode())
+#: Lines of one layout that are parsed both ways before it is trusted.
+TRIALS = 4
+MAX_LAYOUTS = 256
+#: Lines that look like progress and follow no layout known so far: so many are tried one by one.
+MAX_SLOW = 150_000
+MAX_LINE = 4000
+_HINTS = (b"oss", b"OSS", b"iteration", b"step", b"%|", b"Epoch", b"ppl", b"grad", b"trl:")
+_DIGITS = bytes.maketrans(b"123456789", b"000000000")
+
+_LLMC = re.compile(rf"^s:(\d+) (?:(trl|tel|eval):({NUMBER.decode()}))?(?: lr:({NUMBER.decode()}))?"
+                   rf"(?: norm:({NUMBER.decode()}))?")
+_AT = re.compile(rf"^\W*(?:train(?:ing)? )?loss at (?:step |iter(?:ation)? )?(\d+)\W+({NUMBER.decode()})\s*$", re.I)
+_EVALUATION = re.compile(rf"\bstep (\d+): train loss ({NUMBER.decode()}), val loss ({NUMBER.decode()})")
+_AT_STEP = re.compile(rf"\b(?:eval|val(?:idation)?) loss at (?:step|iteration) (\d+): ({NUMBER.decode()})", re.I)
+
+
+def parse(text: str, style: Style) -> Progress | None:
+    """As `parse_line`, with a few more layouts: llm.c's main.log, "loss at 200 3.1", nanoGPT's evaluations."""
+    if m := _LLMC.match(text):
+        values = {}
+        if m[2]:
+            values["loss" if m[2] == "trl" else "val_loss" if m[2] == "tel" else "eval_score"] = float(m[3])
+        values |= {key: float(m[i]) for key, i in (("lr", 4), ("grad_norm", 5)) if m[i]}
+        return _made(text, int(m[1]), values, f"llmc {m[2]}", style) if values else None
+    if m := _AT.match(text):
+        return _made(text, int(m[1]), {"loss": float(m[2])}, "at", style)
+    if m := _EVALUATION.search(text):
+        return _made(text, int(m[1]), {"eval_train_loss": float(m[2]), "val_loss": float(m[3])}, "evaluation", style)
+    if m := _AT_STEP.search(text):
+        return _made(text, int(m[1]), {"val_loss": float(m[2])}, "evaluation", style)
+    return parse_line(text, style)
+
+
+def _made(text: str, step: int, values: dict[str, float], kind: str, style: Style) -> Progress | None:
+    if step >= 10**15:
+        return None
+    return Progress(step=step, line=0, offset=0, text=text[:400], speaker=front_speaker(text, style), values=values,
+                    kind=kind)
+
+
+@dataclass(slots=True)
+class Layout:
+    """One layout of progress lines: a pattern, and which group holds which number."""
+
+    pattern: re.Pattern[bytes]
+    kind: str
+    mark: str
+    step: int | None
+    total: int | None
+    keys: list[tuple[str, int]]
+    lines: list[int] = field(default_factory=list)
+    rows: list[tuple[bytes, ...]] = field(default_factory=list)
+    trials: int = 0
+    hits: int = 0
+
+    def columns(self) -> tuple[list[float], int | None, dict[str, list[float]]]:
+        """Steps (empty when the layout has none), the last total, and values by key."""
+        if not self.rows:
+            return [], None, {}
+        groups = list(zip(*self.rows, strict=True))
+        steps = _floats(groups[self.step]) if self.step is not None else []
+        total = int(number_of(self.rows[-1][self.total])) if self.total is not None else None
+        return steps, total, {key: _floats(groups[index]) for key, index in self.keys}
+
+
+def number_of(text: bytes) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        return float(text.replace(b",", b""))
+    except ValueError:
+        return float("nan")
+
+
+def _floats(texts: tuple[bytes, ...]) -> list[float]:
+    try:
+        return list(map(float, texts))
+    except ValueError:
+        return [number_of(text) for text in texts]
+
+
+def learn(line: bytes, item: Progress) -> Layout | None:
+    """The layout of `line`, which means `item`; None when its numbers cannot be found again in it."""
+    mark = item.speaker.mark.encode()
+    start = line.find(mark) + len(mark) if mark and line.find(mark) >= 0 else 0
+    pieces, tokens, at = [re.escape(line[:start])], [], start
+    for found in _TOKEN.finditer(line, start):
+        pieces.append(_literal(line[at : found.start()]))
+        pieces.append(_GROUP)
+        tokens.append((found.start(), found[0], line[at : found.start()]))
+        at = found.end()
+    pieces.append(_literal(line[at:]))
+    if not tokens or len(tokens) > 60:
+        return None
+    numbers = [number_of(text) for _, text, _ in tokens]
+    free = set(range(len(tokens)))
+
+    def pick(value: float, words: tuple[str, ...]) -> int | None:
+        same = [i for i in sorted(free) if numbers[i] == value or (value != value and numbers[i] != numbers[i])]
+        named = [i for i in same if any(w and w in _normal(tokens[i][2]) for w in words)]
+        best = next(iter(named or same), None)
+        if best is not None:
+            free.discard(best)
+        return best
+
+    step = pick(float(item.step), ("iteration", "step", "iter", "batch", "s:")) if item.step >= 0 else None
+    if item.step >= 0 and step is None:
+        return None
+    total = pick(float(item.total), ("/",)) if item.total is not None else None
+    keys = []
+    for key, value in item.values.items():
+        index = pick(value, (key, key.rsplit("/", 1)[-1], key.split("_(")[0]))
+        if index is not None:
+            keys.append((key, index))
+    if not keys:
+        return None
+    try:
+        pattern = re.compile(b"".join(pieces))
+    except re.error:
+        return None
+    return Layout(pattern, item.kind, item.speaker.mark, step, total, keys)
+
+
+def _literal(text: bytes) -> bytes:
+    return _BLANKS.sub(rb" *", re.escape(text)) if b" " in text else re.escape(text)
+
+
+def _normal(text: bytes) -> str:
+    return re.sub(r"\s+", "_", text.decode("utf-8", "replace").strip().lower())
+
+
+class Lines:
+    """Collects the progress of one stream of text; `feed` it blocks that end at line ends."""
+
+    def __init__(self, style: Style) -> None:
+        self.style = style
+        self.layouts: list[Layout] = []
+        self.loose: list[Progress] = []
+        self.rejected: set[bytes] = set()
+        self.number = 0
+        self.slow = 0
+        self.unread = 0
+        self.blocked = False
+
+    def feed(self, block: bytes) -> None:
+        """All lines of `block`."""
+        active = self.layouts
+        for line in block.split(b"\n"):
+            self.number += 1
+            if not any(hint in line for hint in _HINTS) or len(line) > MAX_LINE:
+                continue
+            for place, layout in enumerate(active):
+                match = layout.pattern.fullmatch(line)
+                if match is not None:
+                    if layout.trials < TRIALS and not self._agrees(layout, match, line):
+                        del active[place]
+                        break
+                    layout.rows.append(match.groups())
+                    layout.lines.append(self.number)
+                    if place:
+                        layout.hits += 1
+                        if layout.hits > 2 * active[0].hits or layout.hits % 64 == 0:
+                            active[place - 1], active[place] = active[place], active[place - 1]
+                    break
+            else:
+                self._slowly(line)
+        if block.endswith(b"\n"):
+            self.number -= 1  # the empty piece behind the last line end
+
+    def _agrees(self, layout: Layout, match: re.Match[bytes], line: bytes) -> bool:
+        layout.trials += 1
+        item = parse(clean(line.decode("utf-8", "replace")), self.style)
+        groups = match.groups()
+        if item is None or item.kind != layout.kind or item.speaker.mark != layout.mark:
+            return False
+        if layout.step is not None and int(number_of(groups[layout.step])) != item.step:
+            return False
+        kept = [(key, i) for key, i in layout.keys if key in item.values and
+                (number_of(groups[i]) == item.values[key] or item.values[key] != item.values[key])]
+        if len(kept) < len(layout.keys) and any("loss" in key for key, _ in set(layout.keys) - set(kept)):
+            return False
+        layout.keys = kept
+        return bool(kept)
+
+    def _slowly(self, line: bytes) -> None:
+        if b"\r" in line:
+            line = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]
+        if b"\x1b" in line:
+            line = _ESCAPES.sub(b"", line)
+        shape = line.translate(_DIGITS)
+        if shape in self.rejected:
+            return
+        if self.slow >= MAX_SLOW:
+            self.unread += 1
+            return
+        self.slow += 1
+        item = parse(clean(line.decode("utf-8", "replace")), self.style)
+        if item is None:
+            if len(self.rejected) < 200_000:
+                self.rejected.add(shape)
+            return
+        self.blocked = self.blocked or item.kind == "olmo"
+        layout = learn(line, item) if len(self.layouts) < MAX_LAYOUTS else None
+        match = layout.pattern.fullmatch(line) if layout is not None else None
+        if layout is not None and match is not None and self._agrees(layout, match, line):
+            layout.rows.append(match.groups())
+            layout.lines.append(self.number)
+            self.layouts.append(layout)
+            return
+        item.line = self.number
+        self.loose.append(item)
