@@ -149,6 +149,21 @@ _ROWS = (
     Cause("grad_explosion",
           "gradient norm of a module or of the model grows without bound before the loss does",
           "degraded"),
+    Cause("grad_module_imbalance",
+          "the gradient norm of one module is ten times that of all others, so a common limit serves none",
+          "degraded"),
+    Cause("data_repeated",
+          "the batches repeat what the run has read shortly before, within the first epoch",
+          "degraded"),
+    Cause("moe_identical_experts",
+          "the experts of a layer are, or began as, copies of each other (one seed for all; upcycling)",
+          "degraded"),
+    Cause("throughput_decay", "steps get slower and slower, without a moment at which it began", "degraded"),
+    Cause("periodic_stall", "one step in so many is much slower: what it costs and what it coincides with", "degraded"),
+    Cause("all_to_all_slow", "the exchange of tokens between experts takes more than 30 % of the forward time",
+          "degraded"),
+    Cause("low_utilisation", "utilisation is low or one module is the bottleneck: where the time of a step goes",
+          "context"),
     Cause("straggler", "one rank is persistently slower than its peers (which phase, since when)", "degraded"),
     Cause("ckpt_incomplete", "a save was interrupted: commit mark, tracker or shards missing", "degraded"),
     Cause("scheduler_time_limit", "the scheduler ended the job at its time limit", "failed"),
@@ -177,16 +192,19 @@ WAITING = frozenset({
 GENERAL = frozenset({
     "exception_unknown", "peer_exception", "code_error", "killed_unconfirmed", "segfault", "cuda_kernel_fault",
     "gpu_hw_fault", "dataloader_worker_killed", "loss_spike", "loss_divergence", "slow_node", "slow_data_io",
-    "straggler", "moe_token_drop", "moe_expert_imbalance", "ckpt_incomplete", "preempted",
+    "straggler", "throughput_decay", "periodic_stall", "all_to_all_slow", "moe_token_drop", "moe_expert_imbalance",
+    "ckpt_incomplete", "preempted",
 })
 
 
 #: Confirmed by somebody who prints late: a daemon at the end of a step, the kernel's log pasted below, the device.
 LATE = frozenset({"host_oom", "gpu_ecc", "gpu_fell_off_bus", "nvlink_error", "node_failure", "ib_hca_failure",
-                  "shm_too_small", "device_assert_vocab", "fabric_manager"})
+                  "shm_too_small", "device_assert_vocab", "fabric_manager", "too_many_open_files"})
 #: Says that something died and not why: the order of lines does not acquit a cause in `LATE`.
 VAGUE = frozenset({"killed_unconfirmed", "segfault", "cuda_kernel_fault", "gpu_hw_fault", "dataloader_worker_killed",
                    "driver_mismatch"})
+#: Signatures that are as vague whatever cause they stand for: a finding that has no other.
+VAGUE_SIGNATURES = frozenset({"cuda-launch-failure", "shm-object-open"})
 
 
 def tier(cause: str) -> int:
@@ -200,8 +218,15 @@ def _links(*causes: str, same: Shared = "job") -> tuple[Link, ...]:
 
 #: Links between real faults. That every one of them explains WAITING is added below.
 _SPECIFIC: dict[str, tuple[Link, ...]] = {
-    "moe_router_collapse": _links("moe_expert_imbalance", "moe_token_drop", "loss_spike", "loss_divergence"),
-    "moe_expert_imbalance": _links("moe_token_drop", "cuda_oom", "straggler"),
+    "moe_router_collapse": _links("moe_expert_imbalance", "moe_token_drop", "loss_spike", "loss_divergence",
+                                  "all_to_all_slow"),
+    "moe_expert_imbalance": _links("moe_token_drop", "cuda_oom", "straggler", "all_to_all_slow"),
+    "moe_identical_experts": _links("moe_expert_imbalance"),
+    "data_repeated": _links("moe_router_collapse", "moe_expert_imbalance", "loss_spike", "loss_resume_jump"),
+    "straggler": _links("slow_node", "throughput_decay", "all_to_all_slow"),
+    "slow_node": _links("all_to_all_slow"),
+    "slow_data_io": _links("straggler", "slow_node", "throughput_decay", "periodic_stall"),
+    "grad_module_imbalance": _links("grad_explosion"),
     "loss_nan": _links("cuda_kernel_fault", "device_assert_vocab", "fp16_loss_scale_collapse", "exception_unknown",
                        "peer_exception", "code_error", "gpu_hw_fault"),
     "grad_explosion": _links("loss_nan", "loss_spike", "loss_divergence", "fp16_loss_scale_collapse"),
@@ -233,7 +258,8 @@ _SPECIFIC: dict[str, tuple[Link, ...]] = {
     "stale_file_handle": _links("ckpt_corrupt", "ckpt_missing_shard", "exception_unknown", "peer_exception",
                                 "compile_cache_race", "disk_full"),
     "compile_cache_race": _links("exception_unknown", "peer_exception", "code_error", "stale_file_handle"),
-    "too_many_open_files": _links("exception_unknown", "peer_exception", "dataloader_worker_killed", "code_error"),
+    "too_many_open_files": _links("shm_too_small", "exception_unknown", "peer_exception", "dataloader_worker_killed",
+                                  "code_error"),
     "ib_hca_failure": _links("ib_link_error", "ib_gdr_acs", "wrong_nic", "exception_unknown"),
     "ib_link_error": _links("wrong_nic", "exception_unknown"),
     "ib_gdr_acs": _links("ib_link_error", "exception_unknown"),
@@ -245,7 +271,8 @@ _SPECIFIC: dict[str, tuple[Link, ...]] = {
     "port_in_use": _links("exception_unknown", "code_error", "wrong_nic"),
     "preempted": _links("killed_unconfirmed", "exception_unknown", "peer_exception", "segfault", "code_error",
                         "port_in_use"),
-    "node_failure": _links("killed_unconfirmed", "exception_unknown", "peer_exception", "preempted", "ib_link_error"),
+    "node_failure": _links("gpu_hw_fault", "cuda_kernel_fault", "killed_unconfirmed", "exception_unknown",
+                           "peer_exception", "preempted", "ib_link_error"),
     "ckpt_parallel_mismatch": _links("ckpt_shape_mismatch", "ckpt_missing_keys", "ckpt_missing_shard",
                                      "exception_unknown", "ckpt_config_mismatch"),
     "ckpt_world_size": _links("ckpt_missing_shard", "ckpt_shape_mismatch", "exception_unknown"),

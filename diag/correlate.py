@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import datetime
 
 from diag.artefacts import Artefacts
-from diag.causes import CAUSES, EXPLAINS, LATE, VAGUE, Shared, tier
+from diag.causes import CAUSES, EXPLAINS, LATE, VAGUE, VAGUE_SIGNATURES, Shared, tier
 from diag.schema import SEVERITY_ORDER, Evidence, Finding
 
 #: A second unexplained failure makes the verdict less certain.
@@ -98,7 +98,8 @@ def confirms_late(a: Finding, b: Finding) -> bool:
 
     Time stamps that lie further apart than `LATE_SECONDS` contradict, and so do two hosts.
     """
-    vague = b.cause in VAGUE or b.numbers.get("signatures") == ["cuda-launch-failure"]
+    seen = set(b.numbers.get("signatures") or ())
+    vague = b.cause in VAGUE or bool(seen and seen <= VAGUE_SIGNATURES)
     if a.cause not in LATE or not vague:
         return False
     if a.where.hosts and b.where.hosts and not set(a.where.hosts) & set(b.where.hosts):

@@ -77,6 +77,8 @@ class Progress(msgspec.Struct, omit_defaults=True):
     total: int | None = None
     values: dict[str, float] = {}
     kind: str = ""
+    #: seconds since the beginning of its own bar
+    elapsed: float | None = None
 
 
 class Sample(msgspec.Struct, omit_defaults=True):

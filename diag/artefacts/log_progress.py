@@ -28,11 +28,15 @@ _OLMO_VALUE = re.compile(rf"(?:^|[|>)\]:Z])\s{{2,12}}(?:Train )?([\w./()-][\w./ 
                          r"\s{0,8}$", re.I)
 _KERAS = re.compile(r"(?:^|[\s|>])(\d+)/(\d+) (?:\[[=>.]+\]|[\u2501\u2500]+)\s")
 _TQDM = re.compile(r"(?P<desc>[^|\r]{0,80}?):?\s{1,8}\d{1,3}%\|.{0,400}?\|\s{0,12}(?P<n>\d+)/(?P<total>\d+) "
-                   r"\[[\d:]+<[\d:?]+(?P<rest>[^\]]*)")
+                   r"\[(?P<elapsed>[\d:]+)<[\d:?]+(?P<rest>[^\]]*)")
 _EPOCH = re.compile(r"Epoch(?:\(train\))?:?\s{0,4}\[(\d+)\]\s{0,4}\[\s{0,8}(\d+)/(\d+)\]")
 _STEP = re.compile(r"(?:^|[\s\[(,|\"'{])(?:global[_ ]?step|train[_ ]?step|step|iter(?:ation)?|batch(?:_idx)?|"
                    r"num_updates|updates?|it)s?[\"'\]]?\s{0,8}[:=#\[( ]\s{0,12}[\"']?(\d+)"
                    r"(?:\s{0,4}/\s{0,12}(\d+))?", re.I)
+#: Settings that are printed with the word: no counter.
+_PLURAL = re.compile(r"steps[\"'\]]?\s{0,8}[:=#\[( ]", re.I)
+_SETTING = re.compile(r"(?:accumulation|optimi[sz]ation|warm-?up|total|max|number of|num|save|saving|logging|eval\w*|"
+                      r"decay|every|per|train\w*)[ _-]{0,3}$", re.I)
 _STEPPED = re.compile(r"step|update", re.I)
 _WORD = r"(?:loss|ce|ctc\w*|ppl|fer|nll|g(?:rad(?:ient)?[_-])?norm)"
 _WORD_VALUE = re.compile(rf"\b((?:[\w.-]{{0,60}}[_.-])?{_WORD}\w{{0,40}})\]?\s{{1,8}}({_NUMBER})(?![\w.])", re.I)
@@ -99,7 +103,9 @@ def parse_line(text: str, style: Style = Style()) -> Progress | None:  # noqa: B
         return _made(text, style, int(m[2]), int(m[3]), _fields(text) | _words(text), f"epoch {m[1]}")
     if "%|" in text and (m := _TQDM.search(text)):
         kind = "bar " + re.sub(r"\d+", "#", re.sub(r"^.*\]:?\s*", "", m["desc"]).strip())[-40:]
-        return _made(text, style, int(m["n"]), int(m["total"]), _fields(m["desc"]) | _fields(m["rest"]), kind)
+        made = _made(text, style, int(m["n"]), int(m["total"]), _fields(m["desc"]) | _fields(m["rest"]), kind)
+        made.elapsed = _clock_seconds(m["elapsed"])
+        return made
     if m := _KERAS.search(text):
         return _made(text, style, int(m[1]), int(m[2]), _fields(text), "keras")
     if (m := _step(text)) and _METRIC.search(text):
@@ -113,7 +119,8 @@ def parse_line(text: str, style: Style = Style()) -> Progress | None:  # noqa: B
 
 def _step(text: str) -> re.Match[str] | None:
     """The step counter of a line: the one called a step where several counters are printed."""
-    found = list(_STEP.finditer(text))[:6]
+    found = [m for m in _STEP.finditer(text) if not (m[2] is None and _PLURAL.search(m[0])
+                                                     and _SETTING.search(text[:m.start() + 1]))][:6]
     return next((m for m in found if _STEPPED.search(m[0])), found[0] if found else None)
 
 
@@ -128,6 +135,14 @@ def _loose(text: str, style: Style) -> Progress | None:
     if count[1] is None:
         return _made(text, style, int(count[3]), None, losses, "loose epoch")
     return _made(text, style, int(count[1]), int(count[2]), losses, "loose")
+
+
+def _clock_seconds(text: str) -> float | None:
+    """"1:40:05" or "02:31" in seconds."""
+    parts = text.split(":")
+    if len(parts) not in (2, 3) or not all(part.isdigit() and len(part) < 8 for part in parts):
+        return None
+    return sum(int(part) * factor for part, factor in zip(reversed(parts), (1, 60, 3600), strict=False))
 
 
 def _made(text: str, style: Style, step: int, total: int | None, values: dict[str, float], kind: str) -> Progress:

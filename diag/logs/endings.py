@@ -113,8 +113,12 @@ def silence(view: View) -> Finding | None:
     if last is None:
         return _silent_start(view)
     index, point = last
+    if any(p.line > point.line and p.kind.startswith("bar") for p in view.logs[index].progress):
+        return None  # a bar went on: an evaluation, or a training bar without a name
     log = view.logs[index]
-    start = point.speaker.time or _time_near(view, index, point.line)
+    start = point.speaker.time
+    if start is None and (near := _time_near(view, index, point.line)) is not None:
+        start = near + (point.elapsed or 0.0)
     later = [(s.line, s.speaker.time) for s in log.tail if s.line > point.line and s.speaker.time is not None]
     later += [(line, time) for line, time in log.clock if line > point.line]
     for other, item in enumerate(view.logs):
@@ -180,6 +184,8 @@ def _interval(view: View, index: int) -> float | None:
     items = [p for number, p in view.progress if number == index]
     times = [p.speaker.time for p in items if p.speaker.time is not None]
     steps = [b - a for a, b in zip(times, times[1:], strict=False) if b > a]
+    bars = [(p.step, p.elapsed) for p in items if p.elapsed is not None and p.step > 0]
+    steps += [seconds / step for step, seconds in bars[-1:]] if not steps else []
     if steps:
         return median(steps)
     for key, factor in (("elapsed_time_per_iteration_(s)", 1.0), ("elapsed_time_per_iteration_(ms)", 0.001),

@@ -66,7 +66,7 @@ def waiters_of(view: View) -> dict[str, dict[int, Waiter]]:
         if waiter.op is None:
             waiter.op = item.groups.get("op")
             waiter.numel = int(item.groups["numel"]) if "numel" in item.groups else None
-            waiter.timeout_ms = int(item.groups["timeout"])
+            waiter.timeout_ms = int(item.groups["timeout"]) if "timeout" in item.groups else None
             waiter.at = at if waiter.at is None else waiter.at
     return groups
 
