@@ -11,6 +11,7 @@ TABLE = {
     "postmortem": ("diag.commands.postmortem:postmortem", "Everything found in logs and dumps, root cause first."),
     "hang": ("diag.commands.hang:hang", "Name the ranks that the others wait for, from flight-recorder dumps."),
     "router": ("diag.commands.router:router", "Expert balance and router health of a run."),
+    "steps": ("diag.commands.steps:steps", "Slow ranks, slow-downs, stalls, and where the time of a step goes."),
 }
 
 

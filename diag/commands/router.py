@@ -15,7 +15,8 @@ def router(paths: tuple[str, ...], output: Output) -> int:
 
     PATH is a run directory, a metrics.jsonl, or any file with one JSON object per line that holds tokens per expert
     ({"step": 1, "layer": 3, "counts": [...]}). Gini, variation, MaxVio, entropy, dead experts and drop rate are judged
-    by their excess over what uniform routing would show at the same number of tokens.
+    by their excess over what uniform routing would show at the same number of tokens. Checkpoints among the inputs
+    are searched for experts that are copies of each other.
     """
     from diag.diagnose import diagnose
 

@@ -49,7 +49,7 @@ def test_keys_of_the_contract(noun: type[msgspec.Struct]) -> None:
     assert all(f"`{key}`" in page for key in FIELDS[noun])
 
 
-@pytest.mark.parametrize("name", ["hang", "router", "postmortem"])
+@pytest.mark.parametrize("name", ["hang", "router", "steps", "postmortem"])
 def test_report_commands_share_their_options(name: str) -> None:
     command = diag_group.get_command(click.Context(diag_group), name)
     assert command is not None and command.help

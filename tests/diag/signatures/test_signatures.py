@@ -121,7 +121,9 @@ def test_every_public_cause_a_log_line_can_show_has_a_signature():
                "loss_divergence", "loss_degenerate", "slow_node", "moe_expert_imbalance", "moe_token_drop",
                "loss_resume_jump", "grad_explosion", "straggler", "rank_dump_missing", "p2p_unmatched",
                "group_order_deadlock", "hang_all_waiting", "hang_undetermined", "cuda_oom_fragmentation",
-               "cuda_oom_optimizer", "cuda_oom_shared_gpu", "input_unreadable", "unexplained_end"}
+               "cuda_oom_optimizer", "cuda_oom_shared_gpu", "input_unreadable", "unexplained_end",
+               "grad_module_imbalance", "data_repeated", "moe_identical_experts", "throughput_decay", "periodic_stall",
+               "all_to_all_slow", "low_utilisation"}
     public = {slug for slug, row in CAUSES.items() if row.verdict != "context"}
     assert public - derived - {s.cause for s in SIGNATURES} == set()
 

@@ -1,0 +1,1 @@
+"""How long steps take and why: slow ranks, slow-downs, stalls at intervals, what the time goes into."""

@@ -1,0 +1,203 @@
+"""The slow rank of a synchronous job, from each rank's own times.
+
+All ranks of a synchronous job have the same step time, because the fast ones wait for the slow one inside collectives.
+So the step time says nothing; what a rank does *between* collectives does: its module times without the exchanges, its
+wait for data, its optimizer.
+
+ 1. Every rank's own seconds per step are added up over phases that contain no waiting for other ranks, in bins of
+    steps common to all ranks, after the first `SETTLING` steps.
+ 2. A rank's ratio is its own time over the median of the others'. The limit is `RATIO`, or more where the ranks'
+    times scatter: `NOISE_SIGMAS` robust standard deviations from bin to bin.
+ 3. A rank is slow when its ratio is beyond the limit in nearly every bin from some bin on until the end, by an amount
+    that matters for the step (`STEP_SHARE`). That bin is "since when"; the phase with the largest excess is "where".
+
+Phases that may contain waiting are left out: forward and backward as a whole (gathers of FSDP, exchanges), the
+reduction of norms, dispatch and combine, and under tensor parallelism the modules that it splits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from diag.artefacts.run_events import EventLog, StepTimes
+
+#: A rank this much above the median of the others is slow. Field practice: exclude a GPU that is 10 % off its peers
+#: (playbook straggler); NVIDIA's resiliency extension alarms at 1 / 0.75.
+RATIO = 1.10
+#: ... and this many robust standard deviations of its ratio from bin to bin: a shared CPU scatters by tens of per cent.
+NOISE_SIGMAS = 3.0
+#: The excess must cost the job this share of its step.
+STEP_SHARE = 0.05
+#: Bins needed to judge, and the share of them that must agree.
+LEAST_BINS = 5
+AGREEING = 0.8
+MOST_BINS = 48
+#: First steps, in which things are compiled, allocated and cached.
+SETTLING = 3
+#: Spans in which a rank does not wait for others.
+OWN_SPANS = frozenset({"data", "optimizer"})
+#: Module times that are nothing but exchanges.
+EXCHANGES = frozenset({"dispatch", "combine"})
+#: Modules with collectives inside when tensor parallelism is on.
+TENSOR_PARALLEL = frozenset({"attention", "dense_ffn", "embed_head"})
+#: Not part of a training step.
+ASIDE = frozenset({"validation", "checkpoint"})
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """One slow rank: how much slower than the median of the others, where, since which step.
+
+    `excess` is seconds per step above the others' median, `share` that of the step; `phases` the excess by phase.
+    """
+
+    rank: int
+    ratio: float
+    excess: float
+    share: float
+    since: int
+    phase: str
+    phases: dict[str, float]
+    bins: int
+
+
+@dataclass(slots=True)
+class Job:
+    """The ranks of one run directory. `own` [rank][bin][phase] are seconds per step, `first` [bin] the bin's step."""
+
+    logs: dict[int, EventLog]
+    hosts: dict[int, str]
+    first: list[int] = field(default_factory=list)
+    own: dict[int, list[dict[str, float]]] = field(default_factory=dict)
+    step: list[float] = field(default_factory=list)
+    problem: str | None = None
+
+
+def jobs(logs: Iterable[EventLog], waiting: Callable[[EventLog], frozenset[str]]) -> list[Job]:
+    """Event logs grouped by folder, aligned in bins of steps. `problem` says why a job cannot be judged.
+
+    `waiting` names the modules of a log's run that wait for other ranks, beside the exchanges.
+    """
+    folders: dict[str, dict[int, EventLog]] = {}
+    for log in logs:
+        if len(log.ranks) == 1:
+            folders.setdefault(log.directory, {})[log.ranks[0]] = log
+    return [_aligned(Job(ranks, _hosts(ranks)), EXCHANGES | waiting(next(iter(ranks.values()))))
+            for _, ranks in sorted(folders.items())]
+
+
+def _hosts(logs: dict[int, EventLog]) -> dict[int, str]:
+    found = {}
+    for rank, log in logs.items():
+        starts = [e for e in log.events if e.name == "start" and isinstance(e.fields.get("host"), str)]
+        if starts:
+            found[rank] = starts[-1].fields["host"]
+    return found
+
+
+def _aligned(job: Job, waiting: frozenset[str]) -> Job:
+    if len(job.logs) < 2:
+        job.problem = "events of one rank only: nobody to compare it with"
+        return job
+    timed = all(log.modules for log in job.logs.values())
+    if not timed and not all(OWN_SPANS & log.phases.keys() for log in job.logs.values()):
+        job.problem = "the ranks' events hold neither module times nor spans of data or optimizer"
+        return job
+    columns = {rank: _columns(log, timed, waiting) for rank, log in job.logs.items()}
+    guide = {rank: log.modules if timed else log.phases for rank, log in job.logs.items()}
+    width = _width(guide, columns)
+    binned = {rank: {name: _binned(times, width) for name, times in own.items()} for rank, own in columns.items()}
+    spans = {rank: {name: _binned(times, width) for name, times in log.phases.items() if name not in ASIDE}
+             for rank, log in job.logs.items()}
+    common = set.intersection(*(set().union(*(_bins_of(times, width) for times in found.values()))
+                                for found in guide.values()))
+    numbers = sorted(n for n in common if n * width > SETTLING)
+    if len(numbers) < LEAST_BINS:
+        job.problem = f"{len(numbers)} measurements of every rank are too few to tell a slow rank from noise"
+        return job
+    job.first = [max(n * width, 1) for n in numbers]
+    job.own = {rank: [{name: times.get(n, 0.0) for name, times in own.items()} for n in numbers]
+               for rank, own in binned.items()}
+    job.step = [median(sum(times.get(n, 0.0) for times in found.values()) for found in spans.values())
+                for n in numbers]
+    return job
+
+
+def _columns(log: EventLog, timed: bool, waiting: frozenset[str]) -> dict[str, StepTimes]:
+    own = {name: times for name, times in log.phases.items() if name in OWN_SPANS}
+    if timed:
+        own |= {name: times for name, times in log.modules.items() if name not in waiting}
+    return own
+
+
+def _width(guide: dict[int, dict[str, StepTimes]], columns: dict[int, dict[str, StepTimes]]) -> int:
+    """Steps per bin: a power of two, at least the widest column's, such that at most `MOST_BINS` are filled."""
+    width = max(times.width for own in columns.values() for times in own.values())
+    filled = max((len(times.bins) for found in guide.values() for times in found.values()), default=0)
+    spread = max((max(times.bins) - min(times.bins) + 1) * times.width // max(len(times.bins), 1)
+                 for found in guide.values() for times in found.values() if times.bins)
+    while width < spread or (filled * spread / width) > MOST_BINS:
+        width *= 2
+    return width
+
+
+def _bins_of(times: StepTimes, width: int) -> set[int]:
+    return {number * times.width // width for number in times.bins}
+
+
+def _binned(times: StepTimes, width: int) -> dict[int, float]:
+    """Mean seconds per recorded step in each bin of `width` steps."""
+    sums: dict[int, list[float]] = {}
+    for number, (seconds, steps) in times.bins.items():
+        entry = sums.setdefault(number * times.width // width, [0.0, 0.0])
+        entry[0] += seconds
+        entry[1] += steps
+    return {number: seconds / steps for number, (seconds, steps) in sums.items() if steps}
+
+
+def slow_ranks(job: Job) -> list[Slow]:
+    """The slow ranks, the slowest first."""
+    if job.problem:
+        return []
+    totals = {rank: [sum(phases.values()) for phases in bins] for rank, bins in job.own.items()}
+    found = [slow for rank in job.own if (slow := _slow(rank, job, totals)) is not None]
+    return sorted(found, key=lambda item: -item.excess)
+
+
+def _slow(rank: int, job: Job, totals: dict[int, list[float]]) -> Slow | None:
+    others = [r for r in totals if r != rank]
+    reference = [median(totals[r][i] for r in others) for i in range(len(job.first))]
+    pairs = list(zip(totals[rank], reference, strict=True))
+    if any(own <= 0 or other <= 0 for own, other in pairs):
+        return None
+    logs = [math.log(own / other) for own, other in pairs]
+    begin = _begin(logs)
+    if begin is None:
+        return None
+    ratio = math.exp(median(logs[begin:]))
+    excess = median([own - other for own, other in pairs[begin:]])
+    share = excess / max(median(job.step[begin:]), excess)
+    if share < STEP_SHARE:
+        return None
+    phases = {name: median(job.own[rank][i][name] - median(job.own[r][i].get(name, 0.0) for r in others)
+                           for i in range(begin, len(job.first))) for name in job.own[rank][begin]}
+    worst = max(phases, key=lambda name: phases[name])
+    return Slow(rank, ratio, excess, share, job.first[begin], worst, phases, len(logs) - begin)
+
+
+def _begin(logs: Sequence[float]) -> int | None:
+    """The first bin from which the ratio is beyond the limit until the end, in nearly every bin; None if never."""
+    for begin in range(len(logs) - LEAST_BINS + 1):
+        part = logs[begin:]
+        middle = median(part)
+        scatter = 1.4826 * median([abs(value - middle) for value in part])
+        limit = max(math.log(RATIO), NOISE_SIGMAS * scatter)
+        half = limit / 2
+        if middle > limit and part[0] > half and median(part[:LEAST_BINS]) > half \
+                and sum(value > half for value in part) >= AGREEING * len(part) \
+                and sum(value > half for value in part[-LEAST_BINS:]) >= AGREEING * LEAST_BINS:
+            return begin
+    return None
