@@ -130,9 +130,8 @@ def _console(group: list[Log]) -> RawRun | None:
         parts.append(Part(log.path, base))
         if log.table is not None:
             for key, series in log.table.series.items():
-                column = pieces.setdefault(key, Series())
-                for step, line, value in zip(series.steps, series.lines, series.values, strict=True):
-                    column.add(step, line - 1 + base, value)
+                raw = _raw(key, series, base)
+                pieces.setdefault(key, Series()).extend(raw.steps, raw.records, raw.values)
             total, style = log.table.total_steps or total, log.table.style
             known = known and log.table.steps_known
         else:

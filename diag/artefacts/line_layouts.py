@@ -10,15 +10,26 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from diag.artefacts.log_facts import Progress
+from diag.artefacts.log_facts import Progress, Speaker
 from diag.artefacts.log_lines import ANSI, Style, clean, front_speaker
 from diag.artefacts.log_progress import parse_line
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+    Ints = npt.NDArray[np.int64]
 
 NUMBER = rb"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|(?<![A-Za-z])[-+]?(?:nan|inf|NaN|Inf|NAN|INF)(?![A-Za-z])"
 _TOKEN = re.compile(rb"(?<![A-Za-z_\d.])(?:" + NUMBER + rb")")
 _GROUP = rb"([-+.\d,]+(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf|NaN|Inf|NAN|INF))"
-_BLANKS = re.compile(rb"(?:\\?[ ])+")
+_BEFORE_NAN = (b":", b"=", b",", b"(", b"[", b"'", b'"', b"|")
+_BLANKS = re.compile(rb"(?:\\ ){2,}|^(?:\\ )+|(?:\\ )+$")
+#: "Batch 17 Loss": the counter is no part of the name.
+_COUNTED_KEY = re.compile(r"^(?:batch|step|iter|iteration|epoch|it)_\d+_(?=.)")
 _ESCAPES = re.compile(ANSI.pattern.encode())
 #: Lines of one layout that are parsed both ways before it is trusted.
 TRIALS = 4
@@ -26,6 +37,8 @@ MAX_LAYOUTS = 256
 #: Lines that look like progress and follow no layout known so far: so many are tried one by one.
 MAX_SLOW = 150_000
 MAX_LINE = 4000
+#: Rows are turned into arrays in pieces of this size.
+CHUNK = 16_384
 _HINTS = (b"oss", b"OSS", b"iteration", b"step", b"%|", b"Epoch", b"ppl", b"grad", b"trl:")
 _DIGITS = bytes.maketrans(b"123456789", b"000000000")
 
@@ -50,7 +63,10 @@ def parse(text: str, style: Style) -> Progress | None:
         return _made(text, int(m[1]), {"eval_train_loss": float(m[2]), "val_loss": float(m[3])}, "evaluation", style)
     if m := _AT_STEP.search(text):
         return _made(text, int(m[1]), {"val_loss": float(m[2])}, "evaluation", style)
-    return parse_line(text, style)
+    item = parse_line(text, style)
+    if item is not None and any("0" <= c <= "9" for key in item.values for c in key):
+        item.values = {_COUNTED_KEY.sub("", key): value for key, value in item.values.items()}
+    return item
 
 
 def _made(text: str, step: int, values: dict[str, float], kind: str, style: Style) -> Progress | None:
@@ -72,17 +88,34 @@ class Layout:
     keys: list[tuple[str, int]]
     lines: list[int] = field(default_factory=list)
     rows: list[tuple[bytes, ...]] = field(default_factory=list)
+    #: (lines, steps or None, values by key) of rows that were converted
+    chunks: list[tuple[Ints, Floats | None, dict[str, Floats]]] = field(default_factory=list)
+    last_total: int | None = None
+    count: int = 0
     trials: int = 0
     hits: int = 0
 
-    def columns(self) -> tuple[list[float], int | None, dict[str, list[float]]]:
-        """Steps (empty when the layout has none), the last total, and values by key."""
+    def drain(self) -> None:
+        """Convert the rows gathered so far into a chunk of arrays."""
         if not self.rows:
-            return [], None, {}
+            return
+        import numpy as np
+
         groups = list(zip(*self.rows, strict=True))
-        steps = _floats(groups[self.step]) if self.step is not None else []
-        total = int(number_of(self.rows[-1][self.total])) if self.total is not None else None
-        return steps, total, {key: _floats(groups[index]) for key, index in self.keys}
+        steps = _floats(groups[self.step]) if self.step is not None else None
+        if self.total is not None:
+            total = number_of(self.rows[-1][self.total])
+            self.last_total = int(total) if 0 < total < 1e15 else self.last_total
+        self.chunks.append((np.array(self.lines, dtype=np.int64), steps, {k: _floats(groups[i]) for k, i in self.keys}))
+        self.count += len(self.rows)
+        self.rows, self.lines = [], []
+
+    def probe(self) -> Progress | None:
+        """One line of this layout as progress, to ask what its values mean."""
+        if not self.chunks:
+            return None
+        values = {key: float(column[0]) for key, column in self.chunks[0][2].items()}
+        return Progress(step=0, line=0, offset=0, text="", speaker=Speaker(), values=values, kind=self.kind)
 
 
 def number_of(text: bytes) -> float:
@@ -96,11 +129,13 @@ def number_of(text: bytes) -> float:
         return float("nan")
 
 
-def _floats(texts: tuple[bytes, ...]) -> list[float]:
+def _floats(texts: tuple[bytes, ...]) -> Floats:
+    import numpy as np
+
     try:
-        return list(map(float, texts))
+        return np.array(list(map(float, texts)))
     except ValueError:
-        return [number_of(text) for text in texts]
+        return np.array([number_of(text) for text in texts])
 
 
 def learn(line: bytes, item: Progress) -> Layout | None:
@@ -109,6 +144,8 @@ def learn(line: bytes, item: Progress) -> Layout | None:
     start = line.find(mark) + len(mark) if mark and line.find(mark) >= 0 else 0
     pieces, tokens, at = [re.escape(line[:start])], [], start
     for found in _TOKEN.finditer(line, start):
+        if found[0][-1:].isalpha() and line[at : found.start()].rstrip()[-1:] not in _BEFORE_NAN:
+            continue  # "number of nan iterations"
         pieces.append(_literal(line[at : found.start()]))
         pieces.append(_GROUP)
         tokens.append((found.start(), found[0], line[at : found.start()]))
@@ -159,6 +196,7 @@ class Lines:
     def __init__(self, style: Style) -> None:
         self.style = style
         self.layouts: list[Layout] = []
+        self.retired: list[Layout] = []
         self.loose: list[Progress] = []
         self.rejected: set[bytes] = set()
         self.number = 0
@@ -171,25 +209,34 @@ class Lines:
         active = self.layouts
         for line in block.split(b"\n"):
             self.number += 1
-            if not any(hint in line for hint in _HINTS) or len(line) > MAX_LINE:
+            if b"oss" not in line and b"iteration" not in line and not any(hint in line for hint in _HINTS) or \
+                    len(line) > MAX_LINE:
                 continue
             for place, layout in enumerate(active):
                 match = layout.pattern.fullmatch(line)
                 if match is not None:
                     if layout.trials < TRIALS and not self._agrees(layout, match, line):
-                        del active[place]
+                        self.retired.append(active.pop(place))
+                        self._slowly(line)
                         break
                     layout.rows.append(match.groups())
                     layout.lines.append(self.number)
                     if place:
                         layout.hits += 1
-                        if layout.hits > 2 * active[0].hits or layout.hits % 64 == 0:
+                        if layout.hits % 16 == 0:
                             active[place - 1], active[place] = active[place], active[place - 1]
+                    if len(layout.rows) >= CHUNK:
+                        layout.drain()
                     break
             else:
                 self._slowly(line)
         if block.endswith(b"\n"):
             self.number -= 1  # the empty piece behind the last line end
+
+    def finish(self) -> None:
+        """Convert what is left."""
+        for layout in [*self.layouts, *self.retired]:
+            layout.drain()
 
     def _agrees(self, layout: Layout, match: re.Match[bytes], line: bytes) -> bool:
         layout.trials += 1

@@ -7,15 +7,24 @@ lines become columns.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from diag.artefacts import Source
-from diag.artefacts.line_layouts import Layout, Lines, number_of
+from diag.artefacts.line_layouts import Layout, Lines
 from diag.artefacts.log_facts import Progress, Speaker
 from diag.artefacts.log_lines import Style, style_of
 from diag.artefacts.log_progress import find_progress, grad_norm_of, loss_of
 from diag.artefacts.log_scan import blocks
-from diag.artefacts.metric_table import MetricTable, Series
+from diag.artefacts.metric_table import MetricTable
 from diag.errors import ArtefactError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+    Ints = npt.NDArray[np.int64]
 
 #: Values over several lines cannot be learned; such logs are read line by line up to this size.
 MAX_BLOCKED = 128 << 20
@@ -42,6 +51,7 @@ def read_table(source: Source) -> MetricTable:
     if state.unread:
         table.problem = f"{state.unread:,} lines that may hold metrics follow no layout and were not read"
         table.problem_severity = "warning"
+    state.finish()
     assemble(state, table)
     return table
 
@@ -74,11 +84,13 @@ class _Writer:
 def assemble(state: Lines, table: MetricTable) -> None:
     """Choose the writer, put its lines in order and fill the columns of `table`."""
     writers: dict[tuple[str, str], _Writer] = {}
-    for layout in state.layouts:
+    for layout in [*state.layouts, *state.retired]:
+        probe = layout.probe()
+        if probe is None:
+            continue
         writer = writers.setdefault((layout.mark, _family(layout.kind)), _Writer())
         writer.layouts.append(layout)
-        probe = _probe(layout)
-        writer.losses += len(layout.rows) * (probe is not None and loss_of(probe) is not None)
+        writer.losses += layout.count * (loss_of(probe) is not None)
     for item in state.loose:
         writer = writers.setdefault((item.speaker.mark, _family(item.kind)), _Writer())
         writer.loose.append(item)
@@ -91,7 +103,7 @@ def assemble(state: Lines, table: MetricTable) -> None:
     table.style = {"megatron": "megatron", "olmo": "olmo", "dict": "hf", "llmc": "nanogpt"}.get(chosen_key[1], "")
     chosen = useful[chosen_key]
     lines, steps, total, entries = _merged(chosen)
-    steps, table.steps_known = _numbered(steps, total, lines)
+    steps, table.steps_known = _numbered(steps, total)
     table.total_steps = total if not chosen_key[1].startswith("epoch") else None
     _fill(table, lines, steps, entries, chosen_key[1])
     have = set(table.series)
@@ -105,10 +117,8 @@ def assemble(state: Lines, table: MetricTable) -> None:
         more_lines, more_steps, _, more = _merged(writer)
         for name, (rows, values) in more.items():
             if name not in have and ("loss" not in name or name.startswith(("val", "eval"))):
-                column = table.column(name)
-                for row, value in zip(rows, values, strict=True):
-                    if more_steps[row] >= 0:
-                        column.add(int(more_steps[row]), more_lines[row], value)
+                keep = more_steps[rows] >= 0
+                table.column(name).extend(more_steps[rows[keep]], more_lines[rows[keep]], values[keep])
     table.series = {key: series for key, series in table.series.items() if len(series.steps)}
 
 
@@ -117,75 +127,68 @@ def _family(kind: str) -> str:
 
 
 def _count(writer: _Writer) -> int:
-    return sum(len(layout.rows) for layout in writer.layouts) + len(writer.loose)
+    return sum(layout.count for layout in writer.layouts) + len(writer.loose)
 
 
-def _probe(layout: Layout) -> Progress | None:
-    if not layout.rows:
-        return None
-    row = layout.rows[0]
-    return Progress(step=0, line=0, offset=0, text="", speaker=Speaker(),
-                    values={key: number_of(row[i]) for key, i in layout.keys}, kind=layout.kind)
+#: values by key: rows of the table of lines, and the numbers there
+Entries = dict[str, tuple["Ints", "Floats"]]
 
 
-Entries = dict[str, tuple[list[int], list[float]]]
-
-
-def _merged(writer: _Writer) -> tuple[list[int], list[int], int | None, Entries]:
-    """(line of each row, step of each row or -1, total, values by key as (rows, values)), in the order of lines."""
-    lines: list[int] = []
-    steps: list[int] = []
-    total: int | None = None
-    parts: list[tuple[int, dict[str, list[float]]]] = []
+def _merged(writer: _Writer) -> tuple[Ints, Ints, int | None, Entries]:
+    """(line of each row, step of each row or -1, total, values by key), in the order of lines."""
+    lines: list[Ints] = []
+    steps: list[Ints] = []
+    parts: dict[str, list[tuple[Ints, Floats]]] = {}
+    total, base = None, 0
     for layout in writer.layouts:
-        own_steps, own_total, values = layout.columns()
-        parts.append((len(lines), values))
-        lines += layout.lines
-        steps += [_step(s) for s in own_steps] if own_steps else [-1] * len(layout.lines)
-        total = own_total or total
-    loose_base = len(lines)
-    lines += [item.line for item in writer.loose]
-    steps += [item.step for item in writer.loose]
-    total = next((item.total for item in reversed(writer.loose) if item.total), total)
-    import numpy as np
-
-    order = np.argsort(np.asarray(lines, dtype=np.int64), kind="stable")
-    identity = bool((order[1:] > order[:-1]).all()) if len(order) > 1 else True
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    entries: Entries = {}
-    for base, values in parts:
-        for key, column in values.items():
-            rows, numbers = entries.setdefault(key, ([], []))
-            rows += place[base : base + len(column)].tolist()
-            numbers += column
+        total = layout.last_total or total
+        for chunk_lines, chunk_steps, values in layout.chunks:
+            rows = np.arange(base, base + len(chunk_lines))
+            lines.append(chunk_lines)
+            steps.append(_whole_steps(chunk_steps, len(chunk_lines)))
+            for key, column in values.items():
+                parts.setdefault(key, []).append((rows, column))
+            base += len(chunk_lines)
+    loose: dict[str, tuple[list[int], list[float]]] = {}
     for index, item in enumerate(writer.loose):
         for key, value in item.values.items():
-            rows, numbers = entries.setdefault(key, ([], []))
-            rows.append(int(place[loose_base + index]))
+            places, numbers = loose.setdefault(key, ([], []))
+            places.append(base + index)
             numbers.append(value)
-    if not identity:
-        lines, steps = [lines[i] for i in order], [steps[i] for i in order]
-        entries = {key: _ordered(rows, numbers) for key, (rows, numbers) in entries.items()}
-    return lines, steps, total, entries
+    for key, (places, numbers) in loose.items():
+        parts.setdefault(key, []).append((np.array(places, dtype=np.int64), np.array(numbers)))
+    lines.append(np.array([item.line for item in writer.loose], dtype=np.int64))
+    steps.append(np.array([item.step for item in writer.loose], dtype=np.int64))
+    total = next((item.total for item in reversed(writer.loose) if item.total), total)
+    all_lines, all_steps = np.concatenate(lines), np.concatenate(steps)
+    order = np.argsort(all_lines, kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    entries = {}
+    for key, pieces in parts.items():
+        rows, values_ = place[np.concatenate([r for r, _ in pieces])], np.concatenate([v for _, v in pieces])
+        inside = np.argsort(rows, kind="stable")
+        entries[key] = rows[inside], values_[inside]
+    return all_lines[order], all_steps[order], total, entries
 
 
-def _ordered(rows: list[int], numbers: list[float]) -> tuple[list[int], list[float]]:
-    pairs = sorted(zip(rows, numbers, strict=True), key=lambda pair: pair[0])
-    return [row for row, _ in pairs], [number for _, number in pairs]
+def _whole_steps(steps: Floats | None, count: int) -> Ints:
+    if steps is None:
+        return np.full(count, -1, dtype=np.int64)
+    with np.errstate(invalid="ignore"):
+        good = (steps >= 0) & (steps < 1e15)
+    return np.where(good, np.where(good, steps, 0.0).astype(np.int64), -1)
 
 
-def _step(value: float) -> int:
-    return int(value) if value == value and 0 <= value < 10**15 else -1
-
-
-def _numbered(steps: list[int], total: int | None, lines: list[int]) -> tuple[list[int], bool]:
+def _numbered(steps: Ints, total: int | None) -> tuple[Ints, bool]:
     """Steps over all epochs: a counter that falls from its end to its beginning has begun the next epoch."""
-    if sum(step < 0 for step in steps) > 0.5 * len(steps):
-        return list(range(1, len(steps) + 1)), False
+    if (steps < 0).sum() > 0.5 * len(steps):
+        return np.arange(1, len(steps) + 1), False
+    if (steps >= 0).all() and (np.diff(steps) >= 0).all():
+        return steps, True
     offset, last = 0, None
     found: list[int] = []
-    for step in steps:
+    for step in steps.tolist():
         if step < 0:
             found.append((found[-1] + 1) if found else 0)
             continue
@@ -193,49 +196,36 @@ def _numbered(steps: list[int], total: int | None, lines: list[int]) -> tuple[li
             offset += total
         found.append(step + offset)
         last = step
-    return found, True
+    return np.array(found, dtype=np.int64), True
 
 
-def _fill(table: MetricTable, lines: list[int], steps: list[int], entries: Entries, family: str) -> None:
+def _fill(table: MetricTable, lines: Ints, steps: Ints, entries: Entries, family: str) -> None:
     """The columns; "loss" and "grad_norm" under whichever name they were printed."""
-    names = {key: values[1][0] if values[1] else 0.0 for key, values in entries.items()}
-    probe = Progress(step=0, line=0, offset=0, text="", speaker=Speaker(), values=_ranked(names), kind=family)
+    names = list(entries)
+    probe = Progress(step=0, line=0, offset=0, text="", speaker=Speaker(), kind=family,
+                     values={key: float(index) for index, key in enumerate(names)})  # answers which key it is
     for target, find in (("loss", loss_of), ("grad_norm", grad_norm_of)):
         value = find(probe)
         if value is not None and target not in entries:
-            entries[target] = entries.pop(list(names)[int(value)])
-    import numpy as np
-
-    line_array, step_array = np.asarray(lines, dtype=np.int64), np.asarray(steps, dtype=np.int64)
-    for key, (rows, values) in entries.items():
-        if key in ("step", "iteration", "global_step", "num_updates"):
-            continue
-        index = np.asarray(rows, dtype=np.int64)
-        series = table.column(key)
-        series.steps.frombytes(step_array[index].tobytes())
-        series.lines.frombytes(line_array[index].tobytes())
-        series.values.frombytes(np.asarray(values, dtype=np.float64).tobytes())
+            entries[target] = entries.pop(names[int(value)])
     if family == "megatron":
-        _vanished(table.series, entries, lines, steps)
+        _vanished(entries)
+    for key, (rows, values) in entries.items():
+        if key not in ("step", "iteration", "global_step", "num_updates"):
+            table.column(key).extend(steps[rows], lines[rows], values)
 
 
-def _ranked(names: dict[str, float]) -> dict[str, float]:
-    """Keys with their place as value, so that `loss_of` answers which key it is."""
-    return {key: float(index) for index, key in enumerate(names)}
-
-
-def _vanished(series: dict[str, Series], entries: Entries, lines: list[int], steps: list[int]) -> None:
+def _vanished(entries: Entries) -> None:
     """Lines that lost their loss field although no step was skipped are NaN (Megatron-LM prints no NaN)."""
     counted, losses = entries.get("number_of_nan_iterations"), entries.get("loss")
-    if counted is None or losses is None or not losses[0]:
+    if counted is None or losses is None or not len(losses[0]):
         return
-    skipped = dict(zip(*entries.get("number_of_skipped_iterations", ([], [])), strict=True))
-    have = set(losses[0])
-    first = min(have)
-    gone = [row for row in counted[0] if row > first and row not in have and not skipped.get(row)]
-    if not gone:
-        return
-    whole = sorted([(row, value) for row, value in zip(*losses, strict=True)] + [(row, float("nan")) for row in gone])
-    column = series["loss"] = Series()
-    for row, value in whole:
-        column.add(steps[row], lines[row], value)
+    gone = np.setdiff1d(counted[0], losses[0])
+    gone = gone[gone > losses[0][0]]
+    if "number_of_skipped_iterations" in entries:
+        rows, numbers = entries["number_of_skipped_iterations"]
+        gone = np.setdiff1d(gone, rows[numbers > 0])
+    if len(gone):
+        rows = np.concatenate([losses[0], gone])
+        order = np.argsort(rows, kind="stable")
+        entries["loss"] = rows[order], np.concatenate([losses[1], np.full(len(gone), np.nan)])[order]

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from diag.artefacts import Artefact
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(slots=True)
@@ -25,6 +30,13 @@ class Series:
         self.steps.append(step)
         self.lines.append(line)
         self.values.append(value)
+
+    def extend(self, steps: npt.NDArray[np.int64], lines: npt.NDArray[np.int64],
+               values: npt.NDArray[np.float64]) -> None:
+        """Append many points."""
+        self.steps.frombytes(steps.astype("int64").tobytes())
+        self.lines.frombytes(lines.astype("int64").tobytes())
+        self.values.frombytes(values.astype("float64").tobytes())
 
     def rewind(self, step: int) -> None:
         """Drop what lies beyond `step`: the run went back there and did the steps again."""
