@@ -29,8 +29,10 @@ class Neutral:
         site = next(path for path in sys.path if path.endswith("site-packages"))
         root = Path(__file__).resolve().parent.parent
         base = Path(sys.base_prefix) / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}"
-        self.paths = [(str(folder), home), (str(folder.parent), str(Path(home).parent)), (site, SITE), (str(Path(sys.prefix)), "/opt/env"),
-                      (str(root), "/home/ada/pdtrain"), (str(base), "/usr/lib/python3.11"), (platform.platform(), "Linux-6.1.0-x86_64-with-glibc2.36")]
+        self.paths = [
+            (str(folder), home), (str(folder.parent), str(Path(home).parent)), (site, SITE), (sys.prefix, "/opt/env"),
+            (str(root), "/home/ada/pdtrain"), (str(base), "/usr/lib/python3.11"),
+            (platform.platform(), "Linux-6.1.0-x86_64-with-glibc2.36")]
         self.names = {socket.gethostname(): HOST, socket.getfqdn(): HOST}
         if getpass.getuser() != "root":  # the word stands in too many sentences
             self.names[getpass.getuser()] = "ada"
