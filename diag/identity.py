@@ -162,6 +162,8 @@ def _from_event(event: Event, log: Log, who: Identity) -> None:
     if event.rule in ("identity", "nan-rank") and groups.get("host") and groups.get("rank"):
         who.host_of.setdefault(int(groups["rank"]), groups["host"])
         who.hosts.add(groups["host"])
+    if event.rule == "srun-task" and groups.get("host"):
+        who.hosts.add(groups["host"])
     if event.rule == "pdtrain-start" and groups.get("rank"):
         who.host_of.setdefault(int(groups["rank"]), groups["host"])
         who.rank_of_process.setdefault((groups["host"], int(groups["pid"])), int(groups["rank"]))

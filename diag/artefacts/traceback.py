@@ -17,7 +17,7 @@ START = "Traceback (most recent call last):"
 MAX_LINES = 400
 MAX_MESSAGE_LINES = 14
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in\b ?(?P<function>.*))?$')
 _TYPE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*(?:\([\w.]+\))?)(?::(?: (?P<message>.*)|$)|$)")
 _SUFFIXES = ("Error", "Exception", "Interrupt", "Exit", "Warning", "Iteration", "Timeout", "Failure", "Failed", "Abort",
              "Killed", "Group", "Stop", "Unavailable", "NotFound", "Error)", "Exception)")
@@ -72,6 +72,7 @@ def parse(lines: Sequence[TextLine], start: int, speaker: Speaker) -> tuple[Trac
     base = _base(lines, start, head)
     frames: list[Frame] = []
     quoted: set[int] = set()
+    flat = False  # a forum or a chat has eaten the indentation: a line of code follows each frame all the same
     index = start + 1
     while index < min(len(lines), start + MAX_LINES):
         line = lines[index]
@@ -86,6 +87,7 @@ def parse(lines: Sequence[TextLine], start: int, speaker: Speaker) -> tuple[Trac
             break
         if frame := _FRAME.search(stripped):
             name = (frame["function"] or "").strip()
+            flat = content.startswith("File")
             frames.append(Frame(file=frame["file"], line=int(frame["line"]), function=name))
             quoted.add(line.number)
             continue
@@ -95,6 +97,10 @@ def parse(lines: Sequence[TextLine], start: int, speaker: Speaker) -> tuple[Trac
                 frames[-1].code = stripped[:300]
             continue
         found = exception_line(stripped)
+        if flat and frames and not frames[-1].code:
+            frames[-1].code = stripped[:300]
+            quoted.add(line.number)
+            continue
         if found is None:
             if frames and _could_be_torn(stripped):
                 continue

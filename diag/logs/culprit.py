@@ -8,7 +8,8 @@ from diag.logs.view import Item, Place, View
 
 #: Evidence that other ranks wait for, or complain about, a peer.
 WAITING = ("watchdog-timeout", "watchdog-down", "gloo-timeout", "gloo-peer-gone", "nccl-remote-gone", "still-waiting",
-           "store-broken", "unique-id-timeout", "desync-report", "monitored-barrier", "agent-lost-store")
+           "store-broken", "unique-id-timeout", "desync-report", "monitored-barrier", "monitored-barrier-peer",
+           "agent-lost-store")
 #: A line without a mark may continue what a marked line this little above it began.
 NEIGHBOUR_LINES = 3
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
+from diag.artefacts.log_facts import Progress
 from diag.identity import expand_tasks
 from diag.logs.known import pick_evidence, subject_of
 from diag.logs.view import Item, Place, View, evidence
@@ -14,6 +15,10 @@ from diag.schema import Evidence, Finding, Where
 SILENCE_INTERVALS = 10
 #: ... and at least this long.
 SILENCE_SECONDS = 600.0
+#: A stamp this many lines above a line says when that was printed.
+NEAR_LINES = 20
+#: Lines that a shell or a wrapper adds below the launcher's.
+LAST_WORDS = 5
 SIGNALS = {-9: "killed_unconfirmed", 137: "killed_unconfirmed", -7: "shm_too_small", 135: "shm_too_small",
            -11: "segfault", 139: "segfault", -4: "segfault", 132: "segfault"}
 _NAMES = {"Killed": -9, "Segmentation fault": -11, "Bus error": -7, "Aborted": -6, "Terminated": -15, "SIGKILL": -9,
@@ -117,8 +122,8 @@ def silence(view: View) -> Finding | None:
         return None  # a bar went on: an evaluation, or a training bar without a name
     log = view.logs[index]
     start = point.speaker.time
-    if start is None and (near := _time_near(view, index, point.line)) is not None:
-        start = near + (point.elapsed or 0.0)
+    if start is None:
+        start = _time_near(view, index, point)
     later = [(s.line, s.speaker.time) for s in log.tail if s.line > point.line and s.speaker.time is not None]
     later += [(line, time) for line, time in log.clock if line > point.line]
     for other, item in enumerate(view.logs):
@@ -173,10 +178,16 @@ def _silent_start(view: View) -> Finding | None:
                    evidence=pick_evidence(stopped[:3]))
 
 
-def _time_near(view: View, index: int, line: int) -> float | None:
+def _time_near(view: View, index: int, point: Progress) -> float | None:
+    """When a line without a stamp was printed: shortly after the stamp above it, else shortly before the one below."""
     clock = view.logs[index].clock
-    before = [time for number, time in clock if number <= line]
-    return before[-1] if before else None
+    before = [entry for entry in clock if entry[0] <= point.line]
+    after = [time for number, time in clock if number > point.line]
+    if before and point.elapsed is not None:
+        return before[-1][1] + point.elapsed
+    if before and (point.line - before[-1][0] <= NEAR_LINES or not after):
+        return before[-1][1]
+    return after[0] if after else None
 
 
 def _interval(view: View, index: int) -> float | None:
@@ -216,11 +227,18 @@ AT_EXIT = {"segfault", "killed_unconfirmed", "hang_undetermined", "hang_all_wait
 
 def finished_at(view: View) -> Item | None:
     """The last statement that training was done, or the save after the last step of all; if no training follows it."""
-    done = view.of("done-training") or _saved_at_the_end(view)
+    done = view.of("done-training") or _saved_at_the_end(view) or _processes_ended_well(view)
     if not done:
         return None
     last = done[-1]
     return None if view.progress_after(last.place) > 1 else last
+
+
+def _processes_ended_well(view: View) -> list[Item]:
+    """A launcher's last words are that its processes ended well."""
+    return [i for i in view.of("deepspeed-success") if i.log.tail and i.log.tail[-1].line <= i.line + LAST_WORDS
+            and not any(j.log is i.log and j.line > i.line and j.rule.role in ("initiating", "victim")
+                        for j in view.items)]
 
 
 def _saved_at_the_end(view: View) -> list[Item]:

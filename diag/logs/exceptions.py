@@ -38,7 +38,7 @@ _CARRIES = re.compile(r"^\s*$|^Caught \w+ in (?:DataLoader worker|replica|pin me
 CARRIED_LINES = 8
 #: Lines that parsers read and that are the whole message of an exception: others turn them into findings.
 TELLING_FACTS = {"store-barrier", "clients-joined", "watchdog-timeout", "watchdog-status", "watchdog-at-work",
-                 "desync-report", "checkpoint-exception"}
+                 "desync-report", "checkpoint-exception", "monitored-barrier-peer", "horovod-stalled"}
 #: An exception printed alone may be explained by the lines that follow it.
 MESSAGE_LINES = 5
 #: Lines after the end of a traceback that still belong to its message.

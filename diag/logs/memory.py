@@ -50,23 +50,23 @@ def refine_cuda_oom(view: View, finding: Finding, items: list[Item]) -> Finding:
     sentence = max((i.event.text for i in items[:8]), key=lambda text: len(numbers_of(text)))
     size = numbers_of(sentence)
     finding.numbers |= {f"{name}_bytes": int(value) for name, value in size.items()}
-    frames = _frames(view, first)
     idle = size.get("idle")
     if idle is None and "reserved" in size and "allocated" in size:
         idle = size["reserved"] - size["allocated"]
     cause, why = "cuda_oom", ""
     total, free = size.get("total"), size.get("free", 0.0)
+    # In a container the sentence cannot tell its own process from others: what PyTorch holds is its own at least.
+    own = max(size.get("process", 0.0), size.get("allocated", 0.0) + (idle or 0.0), size.get("reserved", 0.0))
     elsewhere = None
-    if total and "process" in size:
-        elsewhere = total - free - size["process"]
-    elif total and "reserved" in size:
-        elsewhere = total - free - max(size["reserved"], size.get("allocated", 0.0))
+    if total and own:
+        elsewhere = total - free - own
+        size["others"] = min(size.get("others", 0.0), elsewhere)
     if size.get("others", 0) > SHARED * (total or 1e18) or (elsewhere is not None and total and
                                                            elsewhere > 3 * SHARED * total):
         cause, why = "cuda_oom_shared_gpu", "another process holds much of the same GPU"
     elif idle is not None and "request" in size and idle > size["request"]:
         cause, why = "cuda_oom_fragmentation", "reserved but unallocated memory exceeds the request"
-    elif frames and any(_OPTIMIZER.search(f"{f.file}:{f.function} {f.code}") for f in frames[-3:]):
+    elif any(_OPTIMIZER.search(text) for text in _innermost(view, first)):
         cause, why = "cuda_oom_optimizer", "while the optimizer states were created"
     elif not size and _before_any_model(view, first):
         cause, why = "cuda_oom_shared_gpu", "before this run had put anything on the GPU"
@@ -78,6 +78,14 @@ def refine_cuda_oom(view: View, finding: Finding, items: list[Item]) -> Finding:
     if who and who not in finding.summary:
         finding.summary = f"{who}: {finding.summary}"
     return finding
+
+
+def _innermost(view: View, item: Item) -> list[str]:
+    """The innermost frames in words; of a traceback that lost its head, the last lines above the message."""
+    if frames := _frames(view, item):
+        return [f"{f.file}:{f.function} {f.code}" for f in frames[-3:]]
+    above = [s.text for s in item.log.tail if item.line - 6 <= s.line < item.line]
+    return above if any('File "' in text for text in above) else []
 
 
 def _frames(view: View, item: Item) -> list:  # type: ignore[type-arg]

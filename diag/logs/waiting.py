@@ -12,6 +12,7 @@ from diag.artefacts.log_facts import Progress
 from diag.logs.culprit import stuck
 from diag.logs.known import pick_evidence, subject_of
 from diag.logs.stacks import diverged, left_early
+from diag.logs.stalled import barrier_finding, horovod_finding
 from diag.logs.view import Item, Place, View
 from diag.logs.watchdog import SMALL, desync_finding, timeout_finding, waiters_of
 from diag.schema import Finding, Where
@@ -29,7 +30,7 @@ def waiting_findings(view: View) -> list[Finding]:
     early = left_early(view)
     if early is not None:
         return [early]
-    for make in (desync_finding, timeout_finding, unique_id_finding, gloo_finding):
+    for make in (desync_finding, timeout_finding, unique_id_finding, barrier_finding, gloo_finding, horovod_finding):
         finding = make(view)
         if finding is not None:
             finding = refine(view, finding)
@@ -76,13 +77,15 @@ def refine(view: View, finding: Finding) -> Finding:
 
 
 def _first_wait(view: View) -> Item | None:
-    items = view.of("watchdog-timeout", "watchdog-at-work", "unique-id-timeout", "gloo-timeout", "store-wait-timeout")
+    items = view.of("watchdog-timeout", "watchdog-at-work", "unique-id-timeout", "gloo-timeout", "store-wait-timeout",
+                    "monitored-barrier-peer")
     return items[0] if items else None
 
 
 def _waiting_ranks(view: View) -> set[int]:
     waiting = {w.rank for group in waiters_of(view).values() for w in group.values() if w.timed_out}
     waiting |= {int(i.groups["rank"]) for i in view.of("unique-id-timeout")}
+    waiting |= {int(i.groups["rank"]) for i in view.of("monitored-barrier-peer")}
     return waiting | {i.rank for i in view.of("gloo-timeout") if i.rank is not None}
 
 
