@@ -15,7 +15,7 @@ from diag.detectors import Detector, NotChecked, detectors
 from diag.discover import discover
 from diag.errors import ArtefactError, UsageError
 from diag.playbooks import fill, for_cause
-from diag.schema import Finding, Input, Report, Severity, Verdict
+from diag.schema import SEVERITY_ORDER, Finding, Input, Report, Severity, Verdict
 from diag.starts import last_starts
 
 log = logging.getLogger(__name__)
@@ -223,6 +223,10 @@ def headline_of(verdict: Verdict, findings: list[Finding], inputs: list[Input]) 
         leading = next((f for f in findings if f.cause in CAUSES and CAUSES[f.cause].verdict == "unknown"), None)
         return leading.summary if leading else "Something is wrong, and what was found does not say what."
     files = f"{readable:,} input{'s' if readable > 1 else ''}"
+    damaged = sum(f.cause == "input_unreadable" and SEVERITY_ORDER[f.severity] > 0 for f in findings)
+    if damaged:
+        return f"Nothing wrong was found in what could be read; {damaged:,} input{'s' if damaged > 1 else ''} could " \
+               "not be read, or only in part."
     return f"Nothing wrong was found in {files}."
 
 
