@@ -7,6 +7,8 @@ Steps of the judgement
  3. An excess counts when it is sustained: at least `SUSTAINED_RECORDS` logged steps that span `SUSTAINED_STEPS` steps,
     after warm-up, without a break. One blip is nothing.
  4. It is a collapse when, beyond that, nearly all tokens go to the same few experts.
+ 5. One expert far above its share is looked for in smaller windows, and during warm-up too (`diag.routing_hot`).
+ 6. How fast the excess rose tells a cliff from a drift; a drift that has not passed the threshold yet is told.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from typing import Any, Literal
 from diag import balance
 from diag.artefacts.metrics import MetricsLog, RouterWindow
 from diag.artefacts.run_config import RunConfig
+from diag.routing_hot import TOKENS as HOT_TOKENS
+from diag.routing_hot import Hot, hot_expert
+from diag.routing_shape import Rise, drift_of, rise_of
 
 #: Excess of Gini over the sampling floor. Field reports: 0.25 with distinct expert seeds, 0.6 with one seed for all.
 GINI_WARN = 0.3
@@ -49,6 +54,8 @@ DEAD_MIN_TOKENS = 32
 DEAD_ALARM = 0.05
 #: Warm-up without a configuration: this share of the run, at most this many steps.
 WARM_UP_SHARE = 0.1
+#: ... and at least so many: small runs of this trainer were uneven for 60 to 90 steps before they found their balance.
+WARM_UP_LEAST = 100
 WARM_UP_STEPS = 200
 
 State = Literal["balanced", "imbalanced", "collapsed", "recovered", "unjudged"]
@@ -111,6 +118,10 @@ class Layer:
     drop_rate: float | None = None
     drop_floor: float | None = None
     drop_stretch: Stretch | None = None
+    hot: Hot | None = None
+    rise: Rise | None = None
+    #: steps until the excess reaches `GINI_WARN` if it goes on rising as it does; None where it does not rise
+    drift: int | None = None
 
     @property
     def last(self) -> Judged:
@@ -131,6 +142,10 @@ class Layer:
             "token_entropy": last.window.mean("token_entropy"), "max_vio": last.max_vio,
             "max_vio_floor": last.max_vio_floor, "cv": last.cv, "drop_floor": self.drop_floor,
             "experts": self.experts, "tokens_per_expert": last.tokens_per_expert,
+            "aux_loss": last.window.mean("aux_loss"), "z_loss": last.window.mean("z_loss"),
+            "bias_range": last.window.mean("bias_range"),
+            "hot_expert": self.hot.expert if self.hot and self.hot.ongoing else None,
+            "rise_steps": self.rise.steps if self.rise else None, "steps_to_threshold": self.drift,
         }
         onset = self.onset()
         if onset is not None:
@@ -153,7 +168,7 @@ def warm_up_end(log: MetricsLog, config: RunConfig | None) -> int:
     """The step up to which routing may still be finding its balance. A resumed run is past it from its first line."""
     last = max(log.last_step or 0, log.first_step or 0)
     planned = config.number("train.steps") if config else None
-    share = min(WARM_UP_SHARE * max(planned or 0, last), WARM_UP_STEPS)
+    share = max(min(WARM_UP_SHARE * max(planned or 0, last), WARM_UP_STEPS), WARM_UP_LEAST)
     configured = config.number("optimizer.warmup_steps") if config else None
     return int(max(share, configured or 0))
 
@@ -183,10 +198,23 @@ def _judge_layer(
     state, decisive = _state(judged, alarm, warn, dead)
     if not any(settled):
         state, decisive = "unjudged", None
+    hot = hot_expert(merge(base, HOT_TOKENS, warm_up), warm_up, top_k)
+    if hot is not None and hot.ongoing and state in ("balanced", "unjudged", "recovered"):
+        state, decisive = "imbalanced", Stretch(_window_of(hot.first_step, judged), len(judged) - 1, ongoing=True)
+    points = [(item.window.first_step, item.excess) for item in judged]
+    rise = rise_of(points, decisive.first, decisive.last) if decisive is not None else None
+    late = [point for point, after in zip(points, settled, strict=True) if after]
+    drift = drift_of(late, GINI_WARN) if state == "balanced" else None
     rate, floor = _drops(judged[-1], experts, top_k, config)
     limits = [_drop_beyond(item, experts, top_k, config) for item in judged]
     return Layer(number, experts, top_k, judged, state, alarm=bool(alarm and alarm.ongoing), stretch=decisive,
-                 dead=dead, drop_rate=rate, drop_floor=floor, drop_stretch=stretch(limits, judged, settled))
+                 dead=dead, drop_rate=rate, drop_floor=floor, drop_stretch=stretch(limits, judged, settled), hot=hot,
+                 rise=rise, drift=drift)
+
+
+def _window_of(step: int, judged: Sequence[Judged]) -> int:
+    """The index of the window that holds `step`."""
+    return next((i for i, item in enumerate(judged) if item.window.last_step >= step), len(judged) - 1)
 
 
 def _state(

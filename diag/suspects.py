@@ -1,15 +1,18 @@
 """Why a router may have gone wrong: DOMAIN's five suspects in their order, with what speaks for and against each.
 
 Order: router precision, balancing coefficient, learning rate, expert initialisation, data. The order is that of cost
-and of experience: the first is a one-line change and the most common. The evidence comes from the run's configuration
-and its curves; where neither says anything the verdict is "unknown", never a guess.
+and of experience: the first is a one-line change and the most common. The evidence comes from the run's configuration,
+its curves and the experts' weights in a checkpoint; where none of them says anything the verdict is "unknown", never a
+guess.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
+from diag.artefacts.expert_weights import ExpertWeights
 from diag.artefacts.metrics import MetricsLog
 from diag.artefacts.run_config import RunConfig
 
@@ -19,6 +22,14 @@ Verdict = Literal["likely", "possible", "unlikely", "unknown"]
 AUX_START, AUX_MAX = 0.01, 0.1
 #: Peak learning rates above this are unusual for a router trained with AdamW.
 HIGH_LR = 1e-3
+#: The learning rate rose this many times from one record to the next, at most so many steps before the onset or after.
+LR_JUMP, LR_NEAR = 3.0, 50
+#: Share of passages read before around the onset from which the data are a likely reason.
+REPEATED = 0.3
+#: Median cosine between experts from which they began as copies; below the other, they differ.
+ALIKE, DIFFERENT = 0.2, 0.1
+#: Scores lie between 0 and 1, so a balancing bias that spans more decides alone.
+BIAS_RANGE = 1.0
 #: A router gradient norm this many times its level before the onset leads the collapse.
 GRAD_GROWTH = 5.0
 
@@ -45,10 +56,12 @@ class Suspect:
         return {"suspect": self.name, "verdict": self.verdict, "evidence": self.evidence}
 
 
-def suspects(log: MetricsLog, config: RunConfig | None, onset: int | None) -> list[Suspect]:
-    """The five suspects in the order in which to check them."""
-    return [_precision(config), _balancing(config), _learning_rate(log, config, onset), _initialisation(log, onset),
-            Suspect("data", "unknown", "not visible in metrics; look at the documents of the onset step")]
+def suspects(
+    log: MetricsLog, config: RunConfig | None, onset: int | None, weights: ExpertWeights | None = None
+) -> list[Suspect]:
+    """The five suspects in the order in which to check them. `weights`: the run's newest checkpoint with experts."""
+    return [_precision(config), _balancing(log, config), _learning_rate(log, config, onset),
+            _initialisation(log, onset, weights), _data(log, onset)]
 
 
 def fix_order(found: list[Suspect]) -> list[str]:
@@ -68,8 +81,12 @@ def _precision(config: RunConfig | None) -> Suspect:
     return Suspect(name, "unlikely", "the router runs in FP32")
 
 
-def _balancing(config: RunConfig | None) -> Suspect:
+def _balancing(log: MetricsLog, config: RunConfig | None) -> Suspect:
     name = "balancing"
+    spans = [span for router in log.routers.values() if (span := router.windows[-1].mean("bias_range")) is not None]
+    if spans and max(spans) > BIAS_RANGE:
+        return Suspect(name, "likely", f"the balancing bias spans {max(spans):.2g} where scores span at most 1: it "
+                                       "decides alone, and ran away")
     aux = config.number("model.moe.aux_loss") if config else None
     if config is None or aux is None:
         return Suspect(name, "unknown", "no configuration beside the metrics")
@@ -84,6 +101,9 @@ def _balancing(config: RunConfig | None) -> Suspect:
 
 def _learning_rate(log: MetricsLog, config: RunConfig | None, onset: int | None) -> Suspect:
     name = "learning rate"
+    jump = _lr_jump(log, onset)
+    if jump is not None:
+        return Suspect(name, "likely", f"the learning rate rose {jump[1]:.0f} times at step {jump[0]:,}")
     growth = _growth(log, onset)
     if growth is not None and growth >= GRAD_GROWTH:
         return Suspect(name, "likely", f"grad_norm/router grew {growth:.0f} times before step {onset:,}")
@@ -95,6 +115,17 @@ def _learning_rate(log: MetricsLog, config: RunConfig | None, onset: int | None)
     if lr > HIGH_LR:
         return Suspect(name, "possible", f"peak {lr:g} for the router; usual at most {HIGH_LR:g}")
     return Suspect(name, "unlikely", f"peak {lr:g} for the router")
+
+
+def _lr_jump(log: MetricsLog, onset: int | None) -> tuple[int, float] | None:
+    """(step, factor) of the largest sudden rise of the learning rate near the onset. Warm-up rises too, but gently."""
+    series = log.series.get("lr")
+    if series is None or onset is None:
+        return None
+    points = [(s, v) for s, v in zip(series.steps, series.values, strict=True)]
+    rises = [(s, v / before) for (_, before), (s, v) in zip(points[10:], points[11:])
+             if before > 0 and abs(s - onset) <= LR_NEAR and v >= LR_JUMP * before]
+    return max(rises, key=lambda item: item[1], default=None)
 
 
 def _growth(log: MetricsLog, onset: int | None) -> float | None:
@@ -110,8 +141,16 @@ def _growth(log: MetricsLog, onset: int | None) -> float | None:
     return max(before[-lead:]) / level if level > 0 else None
 
 
-def _initialisation(log: MetricsLog, onset: int | None) -> Suspect:
+def _initialisation(log: MetricsLog, onset: int | None, weights: ExpertWeights | None) -> Suspect:
     name = "expert initialisation"
+    if weights is not None and weights.layers:
+        highest = max(layer.median for layer in weights.layers)
+        said = f"cosine between experts {highest:.2f} in the median" + (
+            f" at step {weights.step:,}" if weights.step is not None else "")
+        if highest >= ALIKE:
+            return Suspect(name, "likely", f"{said}: they began as copies of each other")
+        if highest < DIFFERENT:
+            return Suspect(name, "unlikely", f"{said}: distinct seeds")
     if onset is None or log.first_step is None or not log.steps_known:
         return Suspect(name, "unknown", "the onset is not known")
     if log.first_step > 1:
@@ -119,3 +158,17 @@ def _initialisation(log: MetricsLog, onset: int | None) -> Suspect:
     if onset <= log.first_step + 1:
         return Suspect(name, "possible", "uneven from the first step on")
     return Suspect(name, "unlikely", f"even until step {onset:,}")
+
+
+def _data(log: MetricsLog, onset: int | None) -> Suspect:
+    series = log.series.get("data_repeated")
+    if series is None or onset is None:
+        return Suspect("data", "unknown", "not visible in metrics; look at the documents of the onset step")
+    near = [v for s, v in zip(series.steps, series.values, strict=True) if abs(s - onset) <= LR_NEAR and v == v]
+    if not near:
+        return Suspect("data", "unknown", "repetition was not measured around the onset")
+    share = median(near)
+    if share > REPEATED:
+        return Suspect("data", "likely", f"{share:.0%} of the passages around the onset had been read before")
+    return Suspect("data", "possible", f"no repetition around the onset ({share:.0%} of passages); one dominant "
+                                       "source is not visible in metrics")

@@ -1,8 +1,8 @@
 """Router collapse, expert imbalance and dropped tokens, from per-expert counts.
 
 Sees: how tokens spread over experts in each MoE layer, over windows large enough that chance does not matter
-(`diag.routing`). Cannot see: which tokens, and why; the suspects are ranked by what the configuration says. Loads of
-single ranks are not in the metrics, so a slow rank under a balanced router is somebody else's finding.
+(`diag.routing`). Cannot see: which tokens, and why; the suspects are ranked by what configuration, curves and weights
+say. Loads of single ranks are not in the metrics, so a slow rank under a balanced router is somebody else's finding.
 """
 
 from __future__ import annotations
@@ -10,40 +10,84 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from diag.artefacts import Artefacts
+from diag.artefacts.expert_weights import ExpertWeights
+from diag.artefacts.metric_table import HasSeries
 from diag.artefacts.metrics import MetricsLog
 from diag.artefacts.run_config import RunConfig
+from diag.artefacts.run_events import EventLog
 from diag.detectors import NotChecked, detector
-from diag.routing import DEAD_ALARM, DEAD_STEPS, DROP_ALARM, Layer, judge
+from diag.placement import Layout, describe, recent_counts
+from diag.routing import DEAD_ALARM, DEAD_STEPS, DROP_ALARM, GINI_WARN, Layer, judge
+from diag.routing_columns import router_logs
 from diag.schema import Evidence, Finding, Severity, Where
+from diag.series import runs
 from diag.suspects import fix_order, suspects
 
 #: Logged steps below which a picture is a snapshot: worth showing, not worth certainty.
 SNAPSHOT_RECORDS = 3
 
 
-@detector("router", needs=MetricsLog, wants=RunConfig, subject="metrics with router values")
+@detector("router", needs=HasSeries, wants=RunConfig, subject="metrics with router values")
 def moe_routing(artefacts: Artefacts) -> Iterator[Finding | NotChecked]:
-    """At most one finding per cause and metrics file, and one for the layers that are well."""
-    judged_any = False
-    for log in artefacts.of(MetricsLog):
+    """At most one finding per cause and run, and one for the layers that are well."""
+    told = False
+    for log in [*artefacts.of(MetricsLog), *router_logs(run for run in runs(artefacts))]:
         config = artefacts.beside(log, RunConfig)
         layers = judge(log, config)
-        judged_any = judged_any or bool(layers)
+        told = told or bool(log.routers)
+        weights = _weights(log, artefacts)
         for state, cause in (("collapsed", "moe_router_collapse"), ("imbalanced", "moe_expert_imbalance")):
             sick = [layer for layer in layers if layer.state == state]
             if sick:
-                yield _imbalance(cause, sick, log, config)
+                finding = _imbalance(cause, sick, log, config, weights)
+                _carriers(finding, sick, log, config, artefacts)
+                yield finding
         dropping = [layer for layer in layers if layer.drop_stretch and layer.drop_stretch.ongoing]
         if dropping:
             yield _token_drop(dropping, log, config)
         yield from _well(layers, dropping)
         if log.routers and not layers:
             yield NotChecked(f"{log.path} has router values, but neither counts nor gini with gini_floor")
-    if not judged_any and not any(log.routers for log in artefacts.of(MetricsLog)):
+    if not told:
         yield NotChecked("no router values in the metrics (a dense model, or the recorder did not log them)")
 
 
-def _imbalance(cause: str, sick: list[Layer], log: MetricsLog, config: RunConfig | None) -> Finding:
+def _weights(log: MetricsLog, artefacts: Artefacts) -> ExpertWeights | None:
+    """Of the run that `log` belongs to, the checkpoint whose experts are most alike: they part as training goes on."""
+    own = [item for item in artefacts.of(ExpertWeights) if item.layers and item.run_directory == log.directory]
+    return max(own, key=lambda item: max(layer.median for layer in item.layers), default=None)
+
+
+def _carriers(
+    finding: Finding, sick: list[Layer], log: MetricsLog, config: RunConfig | None, artefacts: Artefacts
+) -> None:
+    """Say who carries the hottest experts and how they could be spread, where the layout is known."""
+    layout, counts = Layout.of(config), recent_counts(log)
+    if layout is None:
+        return
+    hosts = {rank: event.fields["host"] for item in artefacts.of(EventLog) for event in item.events
+             if event.name == "start" and isinstance(event.fields.get("host"), str) for rank in item.ranks}
+    rows = [describe(layer.layer, counts[layer.layer], layout, hosts) for layer in sick
+            if any(counts.get(layer.layer, ()))]
+    if not rows:
+        return
+    finding.numbers["carriers"] = rows
+    row = next((r for r in rows if r["layer"] == finding.numbers["layers"][0]["layer"]), rows[0])
+    ranks = row["ranks"]
+    assert isinstance(ranks, list)
+    at = f" ({', '.join(row['hosts'])})" if isinstance(row.get("hosts"), list) else ""  # type: ignore[arg-type]
+    who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{' …' if len(ranks) > 8 else ''}{at}"
+    finding.summary += f" Its hottest expert, {row['hottest_expert']}, lies on {who}, {row['rank_load']:.1f} times " \
+                       "an even load."
+    if "placement" in row:
+        finding.fix.append(f"To even out the ranks meanwhile, place the experts of layer {row['layer']} as in "
+                           f"numbers.carriers: then the busiest rank has {row['rank_load_then']:.2f} times an even "
+                           "load.")
+
+
+def _imbalance(
+    cause: str, sick: list[Layer], log: MetricsLog, config: RunConfig | None, weights: ExpertWeights | None
+) -> Finding:
     sick = sorted(sick, key=lambda layer: -layer.last.excess)
     worst = sick[0]
     onsets = [layer.onset() for layer in sick]
@@ -53,7 +97,7 @@ def _imbalance(cause: str, sick: list[Layer], log: MetricsLog, config: RunConfig
     confidence = 0.9 if alarm else 0.75
     if sum(item.window.records for item in worst.windows) < SNAPSHOT_RECORDS:
         severity, confidence = "warning", 0.5
-    found = suspects(log, config, first)
+    found = suspects(log, config, first, weights)
     return Finding(
         cause=cause, severity=severity, confidence=confidence, summary=_sentence(cause, sick, first, log),
         where=Where(module="router", step=first if log.steps_known else None), evidence=_evidence(sick, log),
@@ -70,6 +114,8 @@ def _sentence(cause: str, sick: list[Layer], first: int | None, log: MetricsLog)
     worst = sick[0]
     last = worst.last
     since = f" since step {first:,}" if first is not None and log.steps_known else ""
+    if since and worst.rise is not None:
+        since += f", {'within' if worst.rise.cliff else 'rising for'} {worst.rise.steps:,} steps"
     gini = f"Gini {last.gini:.2f}, {last.excess:.2f} above uniform routing"
     if cause == "moe_router_collapse":
         share = ""
@@ -81,6 +127,9 @@ def _sentence(cause: str, sick: list[Layer], first: int | None, log: MetricsLog)
     if worst.dead and worst.onset() is None:
         return f"Experts of {_layers(sick)} are dead: {_in(worst, sick)}{len(worst.dead)} of {worst.experts} got no " \
                f"token in the last {DEAD_STEPS} steps."
+    if worst.hot is not None and worst.hot.ongoing and last.excess < GINI_WARN:
+        return f"An expert of {_layers(sick)} is overloaded{since}: {_in(worst, sick)}expert {worst.hot.expert} " \
+               f"takes {worst.hot.times:.1f} times its share."
     return f"Experts of {_layers(sick)} are unevenly loaded{since}: {_in(worst, sick)}{gini}."
 
 
@@ -107,7 +156,7 @@ def _token_drop(dropping: list[Layer], log: MetricsLog, config: RunConfig | None
     )
 
 
-def _well(layers: list[Layer], dropping: list[Layer]) -> Iterator[Finding]:
+def _well(layers: list[Layer], dropping: list[Layer]) -> Iterator[Finding | NotChecked]:
     well = [x for x in layers if x.state in ("balanced", "recovered", "unjudged") and x not in dropping]
     if not well:
         return
@@ -118,10 +167,17 @@ def _well(layers: list[Layer], dropping: list[Layer]) -> Iterator[Finding]:
     verb = "was uneven before and has" if len(recovered) == 1 else "were uneven before and have"
     note = f"; {_layers(recovered)} {verb} recovered" if recovered else ""
     if all(layer.state == "unjudged" for layer in well):
-        summary = f"Routing of {who} cannot be judged yet: too few tokens, or recorded during warm-up only."
+        yield NotChecked(f"routing of {who} cannot be judged yet: too few tokens, or recorded during warm-up only")
+        return
     else:
         excess = max(worst.last.excess, 0.0)
-        summary = f"Routing is balanced in {who}: Gini at most {excess:.2f} above uniform routing{note}."
+        note += "".join(f"; layer {x.layer} is drifting and at this pace passes {GINI_WARN} in {x.drift:,} steps"
+                        for x in well if x.drift is not None)
+        unjudged = [x for x in well if x.state == "unjudged"]
+        note += f"; {_layers(unjudged)} cannot be judged yet" if unjudged else ""
+        what = f"Routing is balanced in {who}: Gini at most" if excess <= GINI_WARN else \
+            f"Routing of {who} is uneven in its last steps, not for long enough to alarm: Gini up to"
+        summary = f"{what} {excess:.2f} above uniform routing{note}."
     yield Finding(cause="healthy", role="context", severity="info", confidence=0.9, summary=summary,
                   where=Where(module="router"), numbers={"layers": [layer.row() for layer in well]})
 

@@ -19,14 +19,14 @@ from diag.artefacts.run_events import EventLog
 from diag.detectors import NotChecked, detector
 from diag.placement import rank_loads
 from diag.schema import Evidence, Finding, Where
-from diag.steps.ranks import TENSOR_PARALLEL, Job, Slow, jobs, slow_ranks
+from diag.steps.ranks import EVERYTHING, TENSOR_PARALLEL, Job, Slow, jobs, slow_ranks
 
 _A = TypeVar("_A", bound=Artefact)
 
 #: Share of the excess that lies in the experts, and share of it that more tokens explain: then the load is to blame.
 MOSTLY = 0.6
 EXPLAINED = 0.5
-_WHAT = {"data": "waiting for data", "optimizer": "in the optimizer"}
+_WHAT = {"data": "waiting for data", "optimizer": "in the optimizer", EVERYTHING: "in everything it computes"}
 
 
 @detector("steps", needs=EventLog, wants=(RunConfig, MetricsLog), subject="events of the ranks (events/rank_R.jsonl)")
@@ -87,7 +87,7 @@ def _straggler(job: Job, slow: list[Slow]) -> Finding:
     who = f"All ranks of host {hosts[0]} are" if whole else f"Rank{'s' if len(ranks) > 1 else ''} " \
         f"{', '.join(map(str, ranks[:8]))}{' …' if len(ranks) > 8 else ''}{at} {'are' if len(ranks) > 1 else 'is'}"
     since = f"since step {worst.since:,}" if worst.since > job.first[0] else "from the start"
-    summary = (f"{who} {worst.ratio - 1:.0%} slower than the others {since}, mostly {where}; "
+    summary = (f"{who} {worst.ratio - 1:.0%} slower than the others {since}, {where}; "
                f"that is {worst.share:.0%} of each step, in which the other ranks wait.")
     log = job.logs[worst.rank]
     return Finding(
@@ -120,7 +120,7 @@ def _hosts(job: Job, ranks: list[int]) -> tuple[list[str], bool]:
 
 
 def _phase(name: str) -> str:
-    return _WHAT.get(name, f"computing {name}")
+    return ("" if name == EVERYTHING else "mostly ") + _WHAT.get(name, f"computing {name}")
 
 
 def _evidence(job: Job, worst: Slow, log: EventLog) -> list[Evidence]:
@@ -128,9 +128,11 @@ def _evidence(job: Job, worst: Slow, log: EventLog) -> list[Evidence]:
     found = []
     begin = job.first.index(worst.since)
     for index in dict.fromkeys((begin, len(job.first) - 1)):
-        own = job.own[worst.rank][index].get(worst.phase, 0.0)
-        others = [bins[index].get(worst.phase, 0.0) for rank, bins in job.own.items() if rank != worst.rank]
-        text = (f"step {job.first[index]}: {worst.phase} {own:.4g} s per step on rank {worst.rank}, "
+        spent = {rank: sum(bins[index].values()) if worst.phase == EVERYTHING else bins[index].get(worst.phase, 0.0)
+                 for rank, bins in job.own.items()}
+        own, others = spent.pop(worst.rank), list(spent.values())
+        what = "own time" if worst.phase == EVERYTHING else worst.phase
+        text = (f"step {job.first[index]}: {what} {own:.4g} s per step on rank {worst.rank}, "
                 f"{min(others):.4g} to {max(others):.4g} s on the others")
         found.append(Evidence(path=log.path, text=text, rank=worst.rank))
     return found

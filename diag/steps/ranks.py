@@ -43,6 +43,8 @@ OWN_SPANS = frozenset({"data", "optimizer"})
 EXCHANGES = frozenset({"dispatch", "combine"})
 #: Modules with collectives inside when tensor parallelism is on.
 TENSOR_PARALLEL = frozenset({"attention", "dense_ffn", "embed_head"})
+#: The phase of a rank that is slow in whatever it computes.
+EVERYTHING = "everything"
 #: Not part of a training step.
 ASIDE = frozenset({"validation", "checkpoint"})
 
@@ -52,6 +54,7 @@ class Slow:
     """One slow rank: how much slower than the median of the others, where, since which step.
 
     `excess` is seconds per step above the others' median, `share` that of the step; `phases` the excess by phase.
+    `phase` is the one that holds at least half of the excess, or `EVERYTHING`.
     """
 
     rank: int
@@ -185,6 +188,8 @@ def _slow(rank: int, job: Job, totals: dict[int, list[float]]) -> Slow | None:
     phases = {name: median(job.own[rank][i][name] - median(job.own[r][i].get(name, 0.0) for r in others)
                            for i in range(begin, len(job.first))) for name in job.own[rank][begin]}
     worst = max(phases, key=lambda name: phases[name])
+    if 2 * phases[worst] < sum(value for value in phases.values() if value > 0):
+        worst = EVERYTHING
     return Slow(rank, ratio, excess, share, job.first[begin], worst, phases, len(logs) - begin)
 
 

@@ -136,7 +136,7 @@ def test_top_k_is_inferred_from_the_tokens_of_a_step(tmp_path: Path) -> None:
 
 def test_gini_without_counts_needs_its_floor(tmp_path: Path) -> None:
     def rows(**extra):
-        return ({"step": s, "loss": 1.0, "router/0/gini": 0.8} | extra for s in range(1, 100))
+        return ({"step": s, "loss": 1.0, "router/0/gini": 0.8} | extra for s in range(1, 200))
 
     assert judge(metrics(tmp_path, rows()), conf()) == []
     (layer,) = judge(metrics(tmp_path, rows(**{"router/0/gini_floor": 0.1})), conf())

@@ -89,7 +89,7 @@ def test_a_dense_model_was_not_checked_and_is_not_called_healthy(tmp_path: Path)
     done = pdtrain("diag", "router", path, "--json")
     report = done.json()
     assert (done.status, report["verdict"], report["findings"]) == (1, "unknown", [])
-    assert report["not_checked"][0].startswith("router: no router values")
+    assert any(note.startswith("router: no router values") for note in report["not_checked"])
 
 
 def test_a_torn_last_line_is_a_problem_and_no_warning(tmp_path: Path) -> None:

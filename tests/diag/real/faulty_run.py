@@ -18,6 +18,7 @@ import torch
 
 import pdtrain.model.build
 import pdtrain.parallel.parallelize
+import pdtrain.trainer
 from pdtrain.config.schema import Checkpoint, Model, ModulePolicy, Modules, Moe, Optimizer, Parallel, Run, Train
 from pdtrain.data.corpus import Data
 from pdtrain.model.attention import GroupedQueryAttention
@@ -27,15 +28,13 @@ from pdtrain.trainer import train
 
 LENGTH = 128
 #: Step at which a fault begins that does not begin with the run.
-ONSET = 60
+ONSET = 100
 
 
 def settings(fault: str, steps: int, ranks: int) -> Run:
     """The healthy configuration, or with the one wrong setting that `fault` names."""
-    moe: dict[str, Any] = {"experts": 8, "top_k": 2, "expert_hidden": 64, "aux_loss": 0.01, "z_loss": 0.001}
-    lr, router = 2e-3, ModulePolicy()
-    if fault == "lr":
-        lr *= 30
+    moe: dict[str, Any] = {"experts": 8, "top_k": 2, "expert_hidden": 64, "aux_loss": 0.03, "z_loss": 0.001}
+    router = ModulePolicy()
     if fault == "no-aux":
         moe["aux_loss"] = 0.0
     if fault == "router-bf16":
@@ -47,8 +46,8 @@ def settings(fault: str, steps: int, ranks: int) -> Run:
         parallel=Parallel(ranks=ranks),
         modules=Modules(experts=ModulePolicy(expert=2 if ranks % 2 == 0 else 1), router=router),
         train=Train(steps=steps, sequence_length=LENGTH, micro_batch=8, val_sequences=0),
-        optimizer=Optimizer(lr=lr, warmup_steps=10),
-        checkpoint=Checkpoint(),
+        optimizer=Optimizer(lr=1e-2, warmup_steps=10),
+        checkpoint=Checkpoint(every=40, keep=0),
     )
 
 
@@ -74,8 +73,15 @@ def one_page(self: Data, start: int, count: int, honest: Any = Data.sequences) -
     return honest(self, 0, count)
 
 
+def thirty_times(optimizer: Optimizer, step: int, total: int, honest: Any = pdtrain.trainer.learning_rate) -> float:
+    """A schedule that forgets its scale from some step on."""
+    return honest(optimizer, step, total) * (30 if step >= ONSET else 1)
+
+
 def put_in(fault: str, guilty: bool) -> None:
     """Patch the fault into this process."""
+    if fault == "lr":
+        pdtrain.trainer.learning_rate = thirty_times
     if fault == "same-init":
         pdtrain.model.build.initial_value = same_experts
         pdtrain.parallel.parallelize.initial_value = same_experts
@@ -88,7 +94,20 @@ def put_in(fault: str, guilty: bool) -> None:
     if fault == "slow-data" and guilty:
         slowly(Data, "sequences", 0.08)
     if fault == "nice" and guilty:
-        os.nice(19)
+        share_a_core()
+
+
+def share_a_core() -> None:
+    """Stay on one core together with a busy process that is more important."""
+    core = max(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {core})
+    parent = os.getpid()
+    if os.fork() == 0:
+        while os.getppid() == parent:  # ends with the rank
+            for _ in range(100_000):
+                pass
+        os._exit(0)
+    os.nice(3)
 
 
 def slowly(owner: type, name: str, seconds: float) -> None:
