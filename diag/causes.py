@@ -164,6 +164,8 @@ _ROWS = (
           "degraded"),
     Cause("low_utilisation", "utilisation is low or one module is the bottleneck: where the time of a step goes",
           "context"),
+    Cause("loss_plateau", "a model trained from scratch whose loss does not fall at all", "degraded"),
+    Cause("loss_oscillation", "the loss swings with a fixed period: ordered data, or a learning rate too high", "degraded"),
     Cause("straggler", "one rank is persistently slower than its peers (which phase, since when)", "degraded"),
     Cause("ckpt_incomplete", "a save was interrupted: commit mark, tracker or shards missing", "degraded"),
     Cause("scheduler_time_limit", "the scheduler ended the job at its time limit", "failed"),

@@ -10,6 +10,7 @@ from diag.lazy import LazyGroup
 TABLE = {
     "postmortem": ("diag.commands.postmortem:postmortem", "Everything found in logs and dumps, root cause first."),
     "hang": ("diag.commands.hang:hang", "Name the ranks that the others wait for, from flight-recorder dumps."),
+    "loss": ("diag.commands.loss:loss", "Spikes, divergence, NaN: what kind, since when, what moved first."),
     "router": ("diag.commands.router:router", "Expert balance and router health of a run."),
     "steps": ("diag.commands.steps:steps", "Slow ranks, slow-downs, stalls, and where the time of a step goes."),
 }
