@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from diag.artefacts import Artefact, Artefacts, Progress, Reader, ReadOptions, Source, Unreadable, recognise
@@ -31,10 +31,12 @@ def diagnose(
     signatures: Path | None = None,
     progress: Progress | None = None,
     columns: tuple[tuple[str, str], ...] = (),
+    inspect: Callable[[Artefacts], object] | None = None,
 ) -> Report:
     """Diagnose what lies under `paths`; `only` restricts the detectors to a topic ("router", "hang", ...).
 
     `columns` are the user's own names of metrics, (canonical name, name in the source).
+    `inspect` is given everything that was read, before the report is made: for pictures.
     `signatures` is a folder with the user's own log signatures. `progress(done, total)` is called in bytes while
     reading. Raises `UsageError` for a path that does not exist or when nothing at all was found; damaged inputs are
     findings and `inputs[].problem`.
@@ -50,6 +52,8 @@ def diagnose(
     notes = [*earlier, *notes]
     artefacts = Artefacts(judged)
     artefacts.columns = columns
+    if inspect is not None:
+        inspect(artefacts)
     findings, not_checked, ran = detect(artefacts, chosen)
     findings = correlate(findings, artefacts) + list(_damage(items))
     return build_report(findings, inputs=[_input(item) for item in items], not_checked=[*not_checked, *notes],

@@ -38,7 +38,7 @@ MAX_LAYOUTS = 256
 MAX_SLOW = 150_000
 MAX_LINE = 4000
 #: Rows are turned into arrays in pieces of this size.
-CHUNK = 16_384
+CHUNK = 4096
 _HINTS = (b"oss", b"OSS", b"iteration", b"step", b"%|", b"Epoch", b"ppl", b"grad", b"trl:")
 _DIGITS = bytes.maketrans(b"123456789", b"000000000")
 

@@ -6,6 +6,7 @@ lines become columns.
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,16 @@ MAX_BLOCKED = 128 << 20
 
 def read_table(source: Source) -> MetricTable:
     """The numbers of one console log. `series` holds the columns of the writer with most losses."""
+    collecting = gc.isenabled()
+    gc.disable()  # millions of small tuples and no cycle: the collector would only count them
+    try:
+        return _read(source)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _read(source: Source) -> MetricTable:
     state = Lines(style_of(source.head))
     table = MetricTable(path=source.path, format="log", bytes=source.bytes)
     size = 0

@@ -76,6 +76,10 @@ class Output:
             task = bar.add_task("reading", total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
 
+    def to_terminal(self) -> bool:
+        """Whether standard output carries the report as text for people."""
+        return not self.json and "-" not in (self.markdown, self.html) and self.file in (None, "-")
+
     def emit(self, report: Report) -> int:
         """Write `report` in every form asked for and return the exit status of the command."""
         if self.markdown is not None:
