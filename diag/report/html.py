@@ -48,7 +48,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 def render(report: Report) -> str:
     """`report` as a complete HTML document."""
-    root = model.root_of(report)
+    root = model.leading(report)
     body = [f'<span class="verdict {report.verdict}">{report.verdict}</span>', f"<h1>{esc(report.headline)}</h1>"]
     if root is not None:
         body += _root(root)
@@ -86,12 +86,15 @@ def _root(root: Finding) -> list[str]:
     where = model.where_words(root.where)
     if where:
         facts.append(("where", f"<strong>{esc(' · '.join(where))}</strong>"))
-    facts.append(("cause", f"<code>{esc(root.cause)}</code> <span class=dim>confidence {root.confidence:.2f}</span>"))
+    known = root.role == "root"
+    if known:
+        facts.append(("cause", f"<code>{esc(root.cause)}</code> "
+                               f"<span class=dim>confidence {root.confidence:.2f}</span>"))
     if root.playbook:
         facts.append(("playbook", f"<code>pdtrain playbook show {esc(root.playbook)}</code>"))
     parts = ["<dl>" + "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in facts) + "</dl>"]
     if root.evidence:
-        parts.append("<h2>Evidence</h2>")
+        parts.append(f"<h2>{'Evidence' if known else 'Look at'}</h2>")
         parts += _evidence(root.evidence, 2 * model.MAX_EVIDENCE)
     if root.fix:
         steps = "".join(f"<li>{esc(step)}</li>" for step in root.fix)

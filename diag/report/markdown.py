@@ -20,7 +20,7 @@ _START = re.compile(r"^(\d+)([.)])(?=\s|$)|^([#+=-])")
 def render(report: Report) -> str:
     """`report` as one Markdown document."""
     parts = [f"# {report.verdict.upper()}: {escape(report.headline)}"]
-    root = model.root_of(report)
+    root = model.leading(report)
     if root is not None:
         parts += _root(root)
         parts += _explained(model.explained_by_root(report))
@@ -53,13 +53,13 @@ def code(text: str) -> str:
 
 
 def _root(root: Finding) -> list[str]:
-    facts = [f"- **Cause:** {code(root.cause)}, confidence {root.confidence:.2f}"]
+    facts = [f"- **Cause:** {code(root.cause)}, confidence {root.confidence:.2f}"] if root.role == "root" else []
     where = model.where_words(root.where)
     if where:
         facts.insert(0, f"- **Where:** {escape(' · '.join(where))}")
     if root.playbook:
         facts.append(f"- **Playbook:** {code(f'pdtrain playbook show {root.playbook}')}")
-    parts = ["\n".join(facts)]
+    parts = ["\n".join(facts)] if facts else []
     parts += _evidence(root.evidence)
     if root.fix:
         parts.append("## Do this")

@@ -16,9 +16,12 @@ from diag.schema import Evidence, Finding, Report, Where
 MAX_ROWS = 16
 MAX_EVIDENCE = 5
 MAX_FOLDED = 8
+MAX_NOTES = 3
 #: How a finding was made, not what it found: of use to programs, noise to a person.
 BOOKKEEPING = {"lines", "signatures", "times"}
 
+#: "hang, router: no dumps among the inputs"
+_TOPICS = re.compile(r"([a-z]+(?:, [a-z]+)*): ")
 #: What tells the same line of two ranks apart: rank and process prefixes, time of day, how long it waited.
 _SPEAKER = re.compile(r"\[?\b(?:default|[Rr]ank)[ :=]?\d+\]?:?|\(?\bpid[ :=]+\d+\)?|\d\d:\d\d:\d\d[.,\d]*"
                       r"|^\[?[EWIF]\d{4}\b|(?<=ran for )\d+")
@@ -40,11 +43,34 @@ def explained_by_root(report: Report) -> list[Finding]:
     return [f for f in report.findings if f is not root and (f in listed or f.role == "victim")]
 
 
+def leading(report: Report) -> Finding | None:
+    """The finding that the headline speaks of: the root, or of an unknown verdict the one that says what is unknown."""
+    if report.verdict != "unknown":
+        return root_of(report)
+    return next((f for f in report.findings if f.summary == report.headline), None)
+
+
 def others(report: Report) -> list[Finding]:
-    """Findings that stand beside the root: symptoms first, context and infos after them."""
-    root, folded = root_of(report), explained_by_root(report)
+    """Findings that stand beside the leading one: symptoms first, context and infos after them."""
+    root, folded = leading(report), explained_by_root(report)
     rest = [f for f in report.findings if f is not root and not any(f is g for g in folded)]
     return sorted(rest, key=lambda f: (f.severity == "info", f.role == "context"))
+
+
+def not_checked(report: Report, limit: int = MAX_NOTES) -> list[str]:
+    """What was not checked: each reason where there are few, else the topics in one line, and other notes."""
+    if len(report.not_checked) <= limit:
+        return list(report.not_checked)
+    topics: dict[str, None] = {}
+    rest = []
+    for note in report.not_checked:
+        found = _TOPICS.match(note)
+        if found is None:
+            rest.append(note)
+        else:
+            topics.update(dict.fromkeys(found[1].split(", ")))
+    names = [f"{', '.join(topics)}: what they read is not, or not wholly, among the inputs; reasons in --json"]
+    return (names if topics else []) + rest
 
 
 def where_words(where: Where) -> list[str]:

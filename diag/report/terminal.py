@@ -50,10 +50,10 @@ class _Page:
 
     def write(self, report: Report) -> None:
         self.paragraph(report.verdict.upper(), report.headline, STYLES[report.verdict], "bold")
-        root = model.root_of(report)
+        root = model.leading(report)
         if root is not None:
             self.gap()
-            self.details(root)
+            self.details(root, known=root.role == "root")
             self.folded(model.explained_by_root(report))
             self.advice(root)
             self.numbers(root)
@@ -66,29 +66,30 @@ class _Page:
         self.gap()
         self.closing(report, root)
 
-    def details(self, finding: Finding) -> None:
-        """Where, cause and evidence of the root."""
+    def details(self, finding: Finding, *, known: bool) -> None:
+        """Where, cause and evidence of the finding that leads; the lines to look at when the cause is not known."""
         where = model.where_words(finding.where)
         if where:
             self.field("where", " · ".join(where), "bold")
-        self.field("cause", f"{finding.cause}  (confidence {finding.confidence:.2f})")
-        self.evidence(finding.evidence)
+        if known:
+            self.field("cause", f"{finding.cause}  (confidence {finding.confidence:.2f})")
+        self.evidence(finding.evidence, "evidence" if known else "look at", 1 if known else 2)
 
-    def evidence(self, items: list[Evidence]) -> None:
+    def evidence(self, items: list[Evidence], label: str, factor: int) -> None:
         """Place and text of each item; further lines of the same file as `:line  text`, lines alike as one."""
         path = None
         groups = model.alike(items)
-        for index, (item, *others) in enumerate(groups[: model.MAX_EVIDENCE]):
+        for index, (item, *others) in enumerate(groups[: factor * model.MAX_EVIDENCE]):
             if item.path == path and item.line is not None:
                 self.line(f":{item.line}  {item.text}")
             else:
                 path = item.path
                 place = printable(model.place(item.path, item.line, item.offset))
-                self.place("evidence" if not index else "", place, item.rank)
+                self.place(label if not index else "", place, item.rank)
                 self.line(item.text)
             if others:
                 self.line(model.like_it(others), "dim")
-        more = sum(map(len, groups[model.MAX_EVIDENCE :]))
+        more = sum(map(len, groups[factor * model.MAX_EVIDENCE :]))
         if more:
             self.field("", f"{more} more line{'s' if more > 1 else ''} in --json", "dim")
 
@@ -138,7 +139,7 @@ class _Page:
     def closing(self, report: Report, root: Finding | None) -> None:
         if report.inputs:
             self.field("read", model.inputs_line(report), "dim")
-        for index, note in enumerate(report.not_checked):
+        for index, note in enumerate(model.not_checked(report)):
             self.field("not checked" if not index else "", note, "dim")
         playbook = root.playbook if root else next((f.playbook for f in report.findings if f.severity != "info"), None)
         if playbook:

@@ -220,3 +220,27 @@ def test_a_person_is_spared_the_bookkeeping_and_names_of_the_unknown() -> None:
 @pytest.mark.parametrize("group", ["1", "group 1"])
 def test_a_group_is_called_a_group_once(group: str) -> None:
     assert model.where_words(Where(group=group)) == ["group 1"]
+
+
+UNKNOWN = Finding(cause="unexplained_end", severity="error", summary="Nothing known explains the end.",
+                  fix=["Collect the logs of every node."],
+                  evidence=[Evidence(path="a.log", line=n, text=f"odd line {n}") for n in range(1, 9)])
+
+
+@pytest.mark.parametrize("form", [terminal.render, markdown.render, html.render])
+def test_an_unknown_verdict_shows_all_lines_to_look_at_and_says_its_sentence_once(form) -> None:
+    text = form(Report(verdict="unknown", headline=UNKNOWN.summary, findings=[UNKNOWN]))
+    body = re.sub(r"<title>.*?</title>", "", text)
+    assert body.count("Nothing known explains the end.") == 1
+    assert all(f"odd line {n}" in text for n in range(1, 9)) and "Collect the logs of every node." in text
+    assert "unexplained_end" not in text
+
+
+def test_many_reasons_why_nothing_was_checked_become_one_line() -> None:
+    notes = ["hang: no dumps", "loss: no norms", "router: no values", "hang, router: no weights",
+             "3 files not used: a, b, c"]
+    few, many = (Report(verdict="healthy", headline="x", not_checked=notes[:n]) for n in (3, 5))
+    assert model.not_checked(few) == notes[:3]
+    first, second = model.not_checked(many)
+    assert first.startswith("hang, loss, router: ") and "--json" in first and second == notes[-1]
+    assert all(note in to_json(many) and note in markdown.render(many) for note in notes)

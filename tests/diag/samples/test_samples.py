@@ -37,7 +37,7 @@ def stable(report: dict[str, Any]) -> dict[str, Any]:
     root = next((f for f in findings if f["role"] == "root"), None)
     return {
         "verdict": report["verdict"],
-        "headline": report["headline"],
+        "headline": report["headline"].split(". ")[0],  # detectors add sentences about what else they can tell
         "root": root and {
             "cause": root["cause"], "ranks": root["where"].get("ranks", []), "hosts": root["where"].get("hosts", []),
             "evidence": [(e["path"], e.get("line"), e["text"]) for e in root["evidence"]],
