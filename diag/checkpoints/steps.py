@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 #: step_00000042 (this trainer), step-42 (torchtitan), step42 (OLMo), iter_0000042 (Megatron), global_step42
 #: (DeepSpeed), checkpoint-42 (HF Trainer), checkpoint_42, epoch_3, ckpt_42
-_STEP = re.compile(r"^(?:step|iter|iteration|global_step|checkpoint|ckpt|epoch|it|tag)[-_]?(?P<step>\d+)$")
+_STEP = re.compile(
+    r"^(?:step|iter|iteration|global_step|checkpoint|ckpt|epoch|it|tag)[-_]?(?P<step>\d+)(?:[-_]universal)?$")
 _LEFTOVER = re.compile(
     r"(?:\.|-|_)(?:tmp|temp|incomplete|partial|replaced|deleted|abandoned)(?:$|[-_.])|^(?:tmp|temp)[-_.]")
 #: Files that name the newest checkpoint: this trainer and DeepSpeed, Megatron, nanotron, DeepSpeed universal.

@@ -13,6 +13,7 @@ TABLE = {
     "loss": ("diag.commands.loss:loss", "Spikes, divergence, NaN: what kind, since when, what moved first."),
     "router": ("diag.commands.router:router", "Expert balance and router health of a run."),
     "steps": ("diag.commands.steps:steps", "Slow ranks, slow-downs, stalls, and where the time of a step goes."),
+    "ckpt": ("diag.commands.ckpt:ckpt", "Prove checkpoints whole, list them, compare them."),
 }
 
 

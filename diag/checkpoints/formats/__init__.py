@@ -23,7 +23,7 @@ from diag.checkpoints.canonical import Checkpoint
 from diag.checkpoints.files import Folder
 from diag.errors import ArtefactError, UsageError
 
-READERS = ("dcp", "safetensors")
+READERS = ("dcp", "universal", "deepspeed", "safetensors", "plain")
 
 
 @dataclass(frozen=True)
