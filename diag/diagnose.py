@@ -107,6 +107,8 @@ def _read_batch(reader: Reader, sources: list[Source], progress: Progress) -> It
     if many is not None:
         try:
             results = list(many(sources, progress))
+        except UsageError:  # a signature of the user's that cannot be used is his to correct
+            raise
         except Exception as error:
             if os.environ.get("PDTRAIN_STRICT"):
                 raise
