@@ -56,6 +56,11 @@ def classify(name: str) -> tuple[Role, str]:
     return ("buffer" if _BUFFER.search(name) else "parameter"), name
 
 
+def is_rng(name: str) -> bool:
+    """Whether `name` is that of a random-number state."""
+    return RNG.search(name) is not None
+
+
 def expert_of(name: str) -> int | None:
     """The expert's id in a name that has one tensor per expert, else None."""
     match = _EXPERT.search(name)

@@ -23,7 +23,8 @@ from diag.checkpoints.canonical import Checkpoint
 from diag.checkpoints.files import Folder
 from diag.errors import ArtefactError, UsageError
 
-READERS = ("dcp", "universal", "deepspeed", "safetensors", "plain")
+READERS = ("pdtrain_run", "megatron_dist", "olmo", "dcp", "universal", "deepspeed", "megatron_legacy", "safetensors",
+           "plain")
 
 
 @dataclass(frozen=True)

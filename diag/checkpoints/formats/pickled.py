@@ -10,7 +10,7 @@ from typing import Any
 
 from diag.checkpoints.canonical import Checkpoint, Chunk, Container, Item, Tensor
 from diag.checkpoints.dtypes import DTYPES
-from diag.checkpoints.naming import RNG, annotate
+from diag.checkpoints.naming import annotate
 from diag.checkpoints.torch_pickle import Opaque, TensorRef
 from diag.checkpoints.torch_zip import Archive, open_archive, walk
 from diag.errors import ArtefactError
@@ -115,11 +115,6 @@ def width(dtype: str) -> int:
 
 def elements(shape: tuple[int, ...]) -> int:
     return math.prod(shape)
-
-
-def is_rng(name: str) -> bool:
-    """Whether `name` is that of a random-number state."""
-    return RNG.search(name) is not None
 
 
 def rank_in(name: str, pattern: str) -> int | None:

@@ -179,20 +179,24 @@ def steps(checkpoint: Checkpoint, _: Options, problems: list[Problem]) -> str:
     recorded = checkpoint.meta.args.get("optimizer_steps")
     if not found:
         raise NotApplicable("no step counts among the tensors")
-    rows = checkpoint.meta.rows
-    row_of = checkpoint.meta.args.get("row_of", {})
-    counts = Counter(value for tensor, value in found if not rows or tensor.name not in row_of)
-    usual = counts.most_common(1)[0][0] if counts else None
+    rows, row_of = checkpoint.meta.rows, checkpoint.meta.args.get("row_of", {})
+    groups: dict[str, list[tuple[Tensor, float]]] = defaultdict(list)
     for tensor, value in found:
-        wanted = rows.get(row_of.get(tensor.name, ""), None) if rows else None
-        target = float(wanted) if wanted is not None else usual
-        if not math.isfinite(value) or value < 0 or value != int(value):
-            problems.append(Problem("steps equal", f"{tensor.name} is {value}, which is no count of steps",
-                                    **where_of(tensor), cause="ckpt_bad_values"))
-        elif target is not None and value != target:
-            problems.append(Problem("steps equal", f"{tensor.name} is {value:,.0f}, and {target:,.0f} "
-                                    f"{'is what the manifest says' if wanted is not None else 'for the others'}: steps "
-                                    "are mixed", **where_of(tensor), cause="ckpt_bad_values"))
+        groups[row_of.get(tensor.name, "")].append((tensor, value))
+    usual = None
+    for row, held in groups.items():
+        usual = Counter(value for _, value in held).most_common(1)[0][0]
+        limit = rows.get(row)
+        for tensor, value in held:
+            if not math.isfinite(value) or value < 0 or value != int(value):
+                problems.append(Problem("steps equal", f"{tensor.name} is {value}, which is no count of steps",
+                                        **where_of(tensor), cause="ckpt_bad_values"))
+            elif value != usual:
+                problems.append(Problem("steps equal", f"{tensor.name} is {value:,.0f}, and {usual:,.0f} for the others: "
+                                        "steps are mixed", **where_of(tensor), cause="ckpt_bad_values"))
+            elif limit is not None and value > limit:  # fewer: updates were skipped for a non-finite gradient
+                problems.append(Problem("steps equal", f"{tensor.name} is {value:,.0f}, and the manifest says step "
+                                        f"{limit:,} for {row}", **where_of(tensor), cause="ckpt_bad_values"))
     if isinstance(recorded, int) and usual is not None and usual != recorded and not problems:
         problems.append(Problem("steps equal", f"the optimizer counts {usual:,.0f} steps, the checkpoint says "
                                 f"{recorded:,}", **where_of(found[0][0]), cause="ckpt_bad_values"))
