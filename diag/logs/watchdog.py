@@ -173,7 +173,19 @@ def _other_operation(view: View, timed: list[Waiter]) -> Verdict | None:
         words = "Ranks wait in different collectives: " + ", ".join(f"#{at} on {n}" for at, n in sorted(counts.items()))
         proof = pick_evidence([i for same in by_at.values() for w in same for i in w.items[:1]])
         return "collective_mismatch", guilty, 0.75, words, proof
-    return None
+    return None if by_at else _other_kind(timed)
+
+
+def _other_kind(timed: list[Waiter]) -> Verdict | None:
+    """Wordings without numbers (torch before 2.0) show only which kind of operation each rank waits in."""
+    named = [w for w in timed if w.op is not None]
+    kinds = Counter(w.op for w in named)
+    if len(kinds) < 2:
+        return None
+    (most, count), (_, second), *_ = kinds.most_common()
+    odd = sorted(w.rank for w in named if w.op != most) if second < count else []
+    words = "Ranks wait in different collectives: " + ", ".join(f"{op} on {n}" for op, n in kinds.most_common(3))
+    return "collective_mismatch", odd, 0.65, words, pick_evidence([i for w in named for i in w.items[:1]])
 
 
 def _silent(view: View, waiters: dict[int, Waiter]) -> Verdict | None:
