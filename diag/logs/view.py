@@ -102,6 +102,8 @@ class View:
     items: list[Item]
     raised: list[Raised]
     blocks: list[tuple[int, Block]] = field(default_factory=list)
+    #: everything that was read, logs and others
+    artefacts: Artefacts | None = None
 
     @cached_property
     def by_rule(self) -> dict[str, list[Item]]:
@@ -158,6 +160,7 @@ def view_of(artefacts: Artefacts) -> View:
     if isinstance(known, View):
         return known
     view = make_view(artefacts.of(Log))
+    view.artefacts = artefacts
     artefacts.__dict__["log_view"] = view
     return view
 
