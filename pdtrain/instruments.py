@@ -21,6 +21,7 @@ from pdtrain.recorder import Recorder
 from pdtrain.recorder.memory import peak_memory_bytes
 from pdtrain.recorder.progress import Progress
 from pdtrain.recorder.routing import router_values
+from pdtrain.spikes import Spike
 from pdtrain.step import StepResult
 
 
@@ -107,6 +108,8 @@ class Instruments:
             values[f"grad_norm/{row}"] = result.norms[index]
             values[f"grad_norm_clipped/{row}"] = result.clipped[index]
         values["skipped"] = result.skipped
+        if self.run.train.on_spike != "warn":
+            values["spike"] = float(result.spike is not None)
         values |= extra
         values["tokens"] = step * self.resolved.tokens_per_step
         if self.recorder.due(step):
@@ -161,6 +164,25 @@ class Instruments:
     def checkpoint_saved(self, step: int, saved: bool) -> None:
         """Record that a checkpoint was written, or could not be."""
         self.recorder.event("checkpoint_saved" if saved else "checkpoint_failed", step=step)
+
+    def spike(self, step: int, spike: Spike, consumed: int | None = None) -> None:
+        """Record a suspect step, what is done about it, and its first sequence (`consumed`); rank 0 only."""
+        if not self.place.leader:
+            return
+        first = {} if consumed is None else {"sequences": [consumed, consumed + self.resolved.train_batch - 1]}
+        self.recorder.event("spike", step=step, **spike.fields(), **first)
+        done = {"warn": "", "skip": ": the update was dropped", "rewind": ": going back to the last checkpoint"}
+        self.note(f"step {step}: {spike.verdict.words()}{done[spike.action]}")
+
+    def rewound(self, step: int, start: Restored, consumed: int) -> None:
+        """Record that the run went back from `step` to `start` and goes on with sequence `consumed`."""
+        self.recorder.flush()  # lines of the discarded steps belong before the one that supersedes them
+        self.recorder.resume(start.step)
+        self.recorder.event("rewound", step=step, to_step=start.step, source=str(start.source), consumed=consumed,
+                            mixed_steps=start.mixed)
+        self._aside.clear()
+        self._since = (start.step, time.perf_counter())
+        self.note(f"step {step}: restored {start.source}; goes on after step {start.step} with sequence {consumed}")
 
     def note(self, text: str) -> None:
         """A line for the person who watches, rank 0 only."""

@@ -21,6 +21,7 @@ from pdtrain.optim import set_learning_rate
 from pdtrain.parallel.gradients import RowParameters, clip_gradients, gradient_norms, scale_gradients
 from pdtrain.parallel.meshes import Meshes
 from pdtrain.parallel.tensor import vocabulary_parallel_loss
+from pdtrain.spikes import Spike, SpikeGuard
 
 
 class Spans(Protocol):
@@ -32,9 +33,9 @@ class Spans(Protocol):
 @dataclass(slots=True)
 class StepResult:
     """loss: global mean in nat/token; norms, clipped: L2 per row in table order; stop: ranks that ask to stop;
-    skipped: 1.0 when the update was left out for a non-finite gradient.
+    skipped: 1.0 when the update was left out, for a non-finite gradient or a spike; spike: what a guard decided.
 
-    All stay on the device: reading one waits for it.
+    Tensors stay on the device: reading one waits for it.
     """
 
     loss: Tensor
@@ -42,6 +43,7 @@ class StepResult:
     clipped: Tensor
     stop: Tensor
     skipped: Tensor
+    spike: Spike | None = None
 
 
 class TrainStep:
@@ -57,6 +59,7 @@ class TrainStep:
         meshes: Meshes | None,
         device: torch.device,
         spans: Spans,
+        guard: SpikeGuard | None = None,
     ) -> None:
         self.resolved = resolved
         self.model = model
@@ -66,6 +69,7 @@ class TrainStep:
         self.meshes = meshes
         self.device = device
         self.spans = spans
+        self.guard = guard
         self.limits = {row: resolved.clip(row) for row in rows}
         #: Host seconds that the last step waited for data.
         self.data_seconds = 0.0
@@ -85,16 +89,18 @@ class TrainStep:
             flag = torch.tensor(float(stop_requested), device=self.device)
             norms, stop = gradient_norms(self.rows, self.meshes, flag)
             loss = self._mean_over_dp(loss)
+            spike = self.guard.judge(loss, norms) if self.guard is not None else None
+            dropped = spike is not None and spike.action != "warn"
         with self.spans.span("optimizer"):
             clipped = clip_gradients(self.rows, norms, self.limits)
             # The fused step leaves weights and states alone where this is 1, without asking the host. Norms are
             # global, so all ranks decide alike.
-            skipped = 1.0 - torch.isfinite(norms).all().float()
+            skipped = torch.ones_like(stop) if dropped else 1.0 - torch.isfinite(norms).all().float()
             self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
             set_learning_rate(self.optimizer, lr)
             self.optimizer.step()
-            self._update_router_bias()
-        return StepResult(loss, norms, clipped, stop, skipped)
+            self._update_router_bias(apply=not dropped)
+        return StepResult(loss, norms, clipped, stop, skipped, spike)
 
     def _forward_backward(self, consumed: int) -> Tensor:
         accumulation = self.resolved.accumulation
@@ -127,12 +133,17 @@ class TrainStep:
         if self.meshes is not None and self.resolved.accumulation > 1:
             self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
 
-    def _update_router_bias(self) -> None:
-        """Bias-update balancing from the whole step's counts over all token ranks; one collective for all layers."""
+    def _update_router_bias(self, *, apply: bool) -> None:
+        """Bias-update balancing from the whole step's counts over all token ranks; one collective for all layers.
+
+        Not `apply`: the counts are taken, so that the next step has its own only, and dropped.
+        """
         layers = [layer for layer in self.model.moe_layers().values() if layer.router.bias is not None]
         if not layers:
             return
         counts = torch.stack([layer.router.statistics.step_counts(self.device) for layer in layers])
+        if not apply:
+            return
         if self.meshes is not None:
             dist.all_reduce(counts, group=self.meshes.world.get_group())
         for layer, row in zip(layers, counts, strict=True):

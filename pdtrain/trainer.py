@@ -24,6 +24,7 @@ from pdtrain.parallel.meshes import create_meshes
 from pdtrain.parallel.parallelize import build_parallel_model
 from pdtrain.process import Place, StopRequest, joined_job
 from pdtrain.recorder import Recorder, prepare_environment, write_config, write_environment
+from pdtrain.spikes import SpikeGuard, SpikeWatch
 from pdtrain.step import StepResult, TrainStep
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,12 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
     ) as recorder:
         instruments = Instruments(resolved, model, list(rows), recorder, meshes, place)
         instruments.announce(layout.text(), data.description, start, removed, aside)
-        step_once = TrainStep(resolved, model, optimizer, rows, data, meshes, place.device, recorder)
+        on_spike, guard = run.train.on_spike, None
+        if on_spike != "warn":
+            guard = SpikeGuard(on_spike, run.train.on_spike_max, meshes)
+        elif place.leader:
+            recorder.listeners.append(SpikeWatch(instruments.spike).row)
+        step_once = TrainStep(resolved, model, optimizer, rows, data, meshes, place.device, recorder, guard)
         validation = data.validation(run.train.val_sequences) if run.train.val_sequences else None
         consumed, step, previous = start.consumed, start.step, None
         skipped_in_a_row = torch.zeros((), device=place.device)
@@ -104,7 +110,9 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
             lr = learning_rate(run.optimizer, step, run.train.steps)
             result = step_once(consumed, lr, bool(stop_request))
             step, consumed = step + 1, consumed + resolved.train_batch
-            skipped_in_a_row = (skipped_in_a_row + 1) * result.skipped
+            spike = result.spike
+            if spike is None or spike.verdict.kind == "nan":
+                skipped_in_a_row = (skipped_in_a_row + 1) * result.skipped
             seconds = time.perf_counter() - began
             last = step == run.train.steps
             validated = validate() if last or (run.train.val_every and step % run.train.val_every == 0) else {}
@@ -112,6 +120,11 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
             instruments.after_step(step, result, lr, seconds, step_once.data_seconds, validated | data_values)
             stopping = _stop_agreed(previous if place.device.type == "cuda" else result)
             previous = result
+            if spike is not None:
+                instruments.spike(step, spike, consumed - resolved.train_batch)
+                if spike.action == "rewind" and not stopping and guard is not None:
+                    step = _rewind(checkpoints, instruments, guard, step, consumed)
+                    continue
             if step % run.train.log_every == 0 and skipped_in_a_row.item() >= MAX_SKIPPED_IN_A_ROW:
                 raise TrainingFailed(
                     f"step {step}: {MAX_SKIPPED_IN_A_ROW} updates in a row had non-finite gradients and were skipped; "
@@ -132,6 +145,20 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
                 instruments.note(f"{name}: stopped after step {step}, saved, resume with --resume")
                 break
         instruments.finish(step)
+
+
+def _rewind(checkpoints: Checkpointer, instruments: Instruments, guard: SpikeGuard, step: int, consumed: int) -> int:
+    """Back to the last checkpoint, with the data position where it is; returns the step to go on from. Collective.
+
+    Before the first checkpoint there is nowhere to go: the dropped update is all that is done.
+    """
+    if not checkpoints.where:
+        instruments.note(f"step {step}: no checkpoint yet to go back to; the update was dropped")
+        return step
+    start = checkpoints.restore("latest")
+    guard.rewound()
+    instruments.rewound(step, start, consumed)
+    return start.step
 
 
 def _stop_agreed(result: StepResult | None) -> bool:

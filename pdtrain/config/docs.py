@@ -146,6 +146,7 @@ EXAMPLES = (
     ),
     Example("cadence without saves", _toml(modules__experts="checkpoint_every = 500"), "checkpoints_hold_every_row"),
     Example("warm-up as long as the run", _toml(optimizer="warmup_steps = 100"), "schedule_reaches_its_peak"),
+    Example("rewind without checkpoints", _toml(train='on_spike = "rewind"'), "rewind_has_somewhere_to_go"),
     Example("validation on nothing", _toml(data="val_share = 0"), "validation_has_documents"),
     Example("too few rows for bytes", _toml(model="vocab_size = 128"), "bytes_fit_the_vocabulary"),
     Example("update ranks without a mode", _toml(pools="update_ranks = 2"), "pools_have_ranks"),

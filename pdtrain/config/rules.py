@@ -183,6 +183,15 @@ def schedule_reaches_its_peak(run: Run) -> Iterator[Mistake]:
         )  # fmt: skip
 
 
+def rewind_has_somewhere_to_go(run: Run) -> Iterator[Mistake]:
+    saves = run.checkpoint.every or any(getattr(run.modules, row).checkpoint_every for row in MODULES)
+    if run.train.on_spike == "rewind" and not saves:
+        yield Mistake(
+            "train.on_spike", "rewind", "has no checkpoint to go back to: checkpoint.every = 0 saves only at the end",
+            'set checkpoint.every (200, say), or use "skip"',
+        )  # fmt: skip
+
+
 def validation_has_documents(run: Run) -> Iterator[Mistake]:
     if run.train.val_sequences and not run.data.val_share:
         yield Mistake(
@@ -254,6 +263,7 @@ RULES: tuple[Rule, ...] = (
     fp32_rows_stay_fp32,
     checkpoints_hold_every_row,
     schedule_reaches_its_peak,
+    rewind_has_somewhere_to_go,
     validation_has_documents,
     bytes_fit_the_vocabulary,
     pools_have_ranks,

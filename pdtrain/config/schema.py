@@ -21,6 +21,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 OpenShare = Annotated[float, Meta(ge=0, lt=1)]
 Dtype = Literal["fp32", "bf16"]
 Recompute = Literal["none", "full"]
+OnSpike = Literal["warn", "skip", "rewind"]
 
 #: The rows of the module policy table, in the order in which they are printed and checkpointed.
 MODULES = ("attention", "experts", "shared_expert", "router", "dense_ffn", "norm", "embed_head")
@@ -153,6 +154,17 @@ class Train(Section, frozen=True):
         NonNegativeInt, Meta(description="sequences of the validation split to use; 0: no validation")
     ] = 64
     timeout_seconds: Annotated[PositiveFloat, Meta(description="limit of one collective")] = 600.0
+    on_spike: Annotated[
+        OnSpike,
+        Meta(
+            description="loss or gradient norm far above the steps before; warn: record it; skip: drop that update; "
+            "rewind: also restore the last checkpoint and go on behind the suspect data. The latter two wait for the "
+            "device in every step"
+        ),
+    ] = "warn"
+    on_spike_max: Annotated[
+        NonNegativeInt, Meta(description="skipped updates and rewinds of one start; beyond it spikes are only recorded")
+    ] = 10
 
 
 class Optimizer(Section, frozen=True):

@@ -14,11 +14,12 @@ class MetricsLog:
     def __init__(self, path: Path) -> None:
         self._file = LineFile(path)
         self._continues: bool | None = None  # an earlier process wrote here, and this one has not said so yet
+        self._written = False
 
     def resume(self, step: int) -> None:
         """Append the line that makes earlier lines of steps after `step` superseded; nothing in an empty file."""
         self._open()
-        if self._file.last_line is not None:
+        if self._file.last_line is not None or self._written:  # an earlier process's lines, or a run that went back
             self._file.write(line({"event": "resume", "time": time.time(), "step": step}))
         self._continues = False
 
@@ -28,6 +29,7 @@ class MetricsLog:
         if self._continues:
             self.resume(first_step - 1)
         self._file.write(lines)
+        self._written = True
 
     def _open(self) -> None:
         self._file.open()
