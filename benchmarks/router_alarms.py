@@ -13,8 +13,8 @@ stream was made:
     early      the same, beginning in warm-up
 
 The detector sees a stream as it grows, at every second step. `deadline` is the step at which some expert's *expected*
-share has been above four times an even share for 50 steps; where no expert can get there (K / E above a quarter),
-the step at which the K hottest take more than half of the way to everything, plus 50. An alarm is a state that
+share has been above four times an even share for 50 steps; where no expert can get there (K / E of a quarter or more),
+at which the K hottest have been more than 70 % of the way to taking everything for 50 steps. An alarm is a state that
 `pdtrain diag router` warns of. Standard output is one JSON line; the table goes to standard error.
 """
 
@@ -110,7 +110,7 @@ def deadline_of(stream: Stream) -> int | None:
         chosen = np.argpartition(-scores, top_k - 1, axis=1)[:, :top_k]
         shares = np.sort(np.bincount(chosen.ravel(), minlength=experts) / chosen.size)[::-1]
         if top_k / experts >= 1 / TIMES:
-            return bool((shares[:top_k].sum() - top_k / experts) / (1 - top_k / experts) > 0.5)
+            return bool((shares[:top_k].sum() - top_k / experts) / (1 - top_k / experts) > 0.7)
         return bool(shares[0] > TIMES / experts)
 
     beyond = 0

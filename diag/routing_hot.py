@@ -20,7 +20,7 @@ VISITED, VISITED_TIMES = 0.8, 3.0
 #: Mean tokens per expert in a window of this check.
 TOKENS = 8.0
 #: Steps after which it counts: after warm-up, and during it, where routers swing before they find their balance.
-STEPS, STEPS_IN_WARM_UP = 10, 40
+STEPS, STEPS_IN_WARM_UP = 10, 35
 RECORDS = 3
 
 
@@ -40,28 +40,30 @@ def hot_expert(windows: Sequence[RouterWindow], warm_up: int, top_k: int | None)
     found: Hot | None = None
     first = 0
     while first < len(windows):
-        expert = _hot(windows[first], top_k)
-        if expert is None:
+        same = _hot(windows[first], top_k)
+        if not same:
             first += 1
             continue
         last = first
-        while last + 1 < len(windows) and _hot(windows[last + 1], top_k) == expert:
-            last += 1
+        while last + 1 < len(windows) and (both := same & _hot(windows[last + 1], top_k)):
+            same, last = both, last + 1
         begin, end = windows[first].first_step, windows[last].last_step
         records = sum(w.records for w in windows[first : last + 1])
         after = end - max(begin, warm_up + 1) + 1
         if records >= RECORDS and (after >= STEPS or end - begin + 1 >= STEPS_IN_WARM_UP):
             counts = sum(w.counts for w in windows[first : last + 1] if w.counts is not None)
-            times = float(counts[expert] / counts.mean())  # type: ignore[union-attr,index]
-            found = Hot(expert, times, begin, end, ongoing=last == len(windows) - 1)
+            hottest = max(same, key=lambda expert: counts[expert])  # type: ignore[index]
+            times = float(counts[hottest] / counts.mean())  # type: ignore[union-attr,index]
+            found = Hot(hottest, times, begin, end, ongoing=last == len(windows) - 1)
         first = last + 1
     return found
 
 
-def _hot(window: RouterWindow, top_k: int | None) -> int | None:
+def _hot(window: RouterWindow, top_k: int | None) -> set[int]:
+    """The experts that are hot in `window`."""
     if window.counts is None or (mean := float(window.counts.mean())) < TOKENS:
-        return None
-    top = int(window.counts.argmax())
-    count = float(window.counts[top])
-    visited = count * top_k / (mean * len(window.counts)) if top_k else 0.0
-    return top if count > TIMES * mean or (visited >= VISITED and count > VISITED_TIMES * mean) else None
+        return set()
+    limit = TIMES * mean
+    if top_k:
+        limit = min(limit, max(VISITED * mean * len(window.counts) / top_k, VISITED_TIMES * mean))
+    return {int(expert) for expert in (window.counts > limit).nonzero()[0]}
