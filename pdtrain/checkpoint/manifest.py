@@ -7,6 +7,7 @@ everything is on disk, so a folder without the suffix is complete by constructio
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from diag.checkpoints.formats.pdtrain_run import manifest_checksum
 from diag.errors import UsageError
 
 FORMAT = "pdtrain.checkpoint/1"
@@ -26,7 +28,8 @@ class Manifest(msgspec.Struct, kw_only=True):
     """What a checkpoint holds.
 
     rows: policy row -> name of the checkpoint folder that holds its weights and optimizer states; a row that is saved
-    rarely points to an older folder. consumed: training sequences used so far, the whole data position.
+    rarely points to an older folder. consumed: training sequences used so far, the whole data position. files: name ->
+    {algorithm: digest} of the folder's files (see `file_digests`); checksum: of the manifest itself.
     """
 
     step: int
@@ -38,6 +41,8 @@ class Manifest(msgspec.Struct, kw_only=True):
     data_fingerprint: str
     seed: int
     time: float
+    files: dict[str, dict[str, str]] = {}
+    checksum: str = ""
     format: str = FORMAT
 
 
@@ -101,6 +106,8 @@ def damaged_checkpoints(root: Path) -> list[tuple[Path, str]]:
 
 def commit(temporary: Path, final: Path, manifest: Manifest) -> None:
     """Make a written checkpoint visible: manifest, rename, then `latest`. Each step is atomic and synced."""
+    manifest.files = file_digests(temporary)
+    manifest.checksum = manifest_checksum(msgspec.to_builtins(manifest))
     _write_synced(temporary / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2))
     replaced = final.with_name(final.name + ".replaced.tmp")
     if final.exists():  # an abandoned branch of an earlier run reached this step
@@ -112,6 +119,27 @@ def commit(temporary: Path, final: Path, manifest: Manifest) -> None:
     pointer.rename(final.parent / LATEST)
     _sync_folder(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def file_digests(folder: Path) -> dict[str, dict[str, str]]:
+    """Digests of what DCP wrote, for `pdtrain diag ckpt verify`.
+
+    A shard carries the CRC32 of every tensor; its "directory" digest covers those, and costs no reading of tensors. The
+    metadata, which carries none, is hashed whole.
+    """
+    from diag.checkpoints.canonical import Checkpoint
+    from diag.checkpoints.files import Folder
+    from diag.checkpoints.formats import dcp
+    from diag.checkpoints.verify.digests import directory_digest
+
+    written = Checkpoint(Folder(folder), "pdtrain")
+    if not (folder / dcp.METADATA).is_file():
+        return {}
+    dcp.read_into(written, "", dcp.METADATA)
+    found = {dcp.METADATA: {"sha256": hashlib.sha256((folder / dcp.METADATA).read_bytes()).hexdigest()}}
+    for name in sorted(written.expected - {dcp.METADATA}):
+        found[name] = {"directory": directory_digest(written, name) or ""}
+    return found
 
 
 def sweep(root: Path, keep: int) -> None:

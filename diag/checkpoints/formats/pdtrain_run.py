@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
 from diag.checkpoints.canonical import Checkpoint
 from diag.checkpoints.files import Folder
 from diag.checkpoints.formats import dcp
@@ -107,6 +109,8 @@ def _manifest(checkpoint: Checkpoint, own: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         checkpoint.problem("metadata", f"{name} is damaged: {error}", file=name)
         return {}
+    if isinstance(found, dict) and found.get("checksum") and found["checksum"] != manifest_checksum(found):
+        checkpoint.problem("digests", f"{name} does not have the checksum that it carries: it changed since", file=name)
     rows = found.get("rows") if isinstance(found, dict) else None
     if not isinstance(rows, dict) or not all(isinstance(v, str) for v in rows.values()):
         checkpoint.problem("metadata", f"{name} is damaged: it has no table of rows", file=name)
@@ -122,6 +126,12 @@ def _manifest(checkpoint: Checkpoint, own: str) -> dict[str, Any]:
             checkpoint.problem("metadata", f"{name} is damaged: {key} is no table", file=name)
             found[key] = {}
     return dict(found)
+
+
+def manifest_checksum(manifest: dict[str, Any]) -> str:
+    """xxh3-64 of the manifest's content without its own checksum, in canonical JSON."""
+    rest = {key: value for key, value in manifest.items() if key != "checksum"}
+    return xxhash.xxh3_64_hexdigest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _promise(checkpoint: Checkpoint, own: str, name: str, said: object) -> None:

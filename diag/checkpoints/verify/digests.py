@@ -16,6 +16,8 @@ from diag.checkpoints.verify.archives import Reader
 from diag.checkpoints.verify.outcome import NotApplicable, Options, plural
 from diag.errors import ArtefactError
 
+#: Files up to this size are hashed without --deep as well.
+SMALL_BYTES = 8 << 20
 _SUM = re.compile(r"^(?P<hex>[0-9a-f]{32,128}) [ *](?P<name>.+)$")
 _SUMS = {"SHA256SUMS": "sha256", "SHA512SUMS": "sha512", "MD5SUMS": "md5"}
 ALGORITHMS = ("sha256", "sha512", "sha1", "md5", "blake2b", "xxh3_128", "xxh128", "directory", "bytes")
@@ -61,7 +63,8 @@ def digests(checkpoint: Checkpoint, options: Options, problems: list[Problem]) -
 
     def work(item: tuple[str, tuple[str, str]]) -> tuple[str, str, str, str | None]:
         name, (algorithm, wanted) = item
-        if algorithm not in ("directory", "bytes") and not options.deep:
+        small = (checkpoint.folder.size(name) or 0) <= SMALL_BYTES
+        if algorithm not in ("directory", "bytes") and not options.deep and not small:
             return name, algorithm, wanted, None
         return name, algorithm, wanted, digest(checkpoint, reader, name, algorithm)
 

@@ -192,7 +192,8 @@ def steps(checkpoint: Checkpoint, _: Options, problems: list[Problem]) -> str:
                 problems.append(Problem("steps equal", f"{tensor.name} is {value}, which is no count of steps",
                                         **where_of(tensor), cause="ckpt_bad_values"))
             elif value != usual:
-                problems.append(Problem("steps equal", f"{tensor.name} is {value:,.0f}, and {usual:,.0f} for the others: "
+                problems.append(Problem("steps equal", f"{tensor.name} is {value:,.0f}, and {usual:,.0f} for the "
+                                                       "others: "
                                         "steps are mixed", **where_of(tensor), cause="ckpt_bad_values"))
             elif limit is not None and value > limit:  # fewer: updates were skipped for a non-finite gradient
                 problems.append(Problem("steps equal", f"{tensor.name} is {value:,.0f}, and the manifest says step "
