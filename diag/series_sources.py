@@ -16,6 +16,9 @@ from diag.series import Part, RawColumn, RawRun
 
 #: Keys of a console line that lie beside the loss and mean nothing as a series.
 _NOT_METRICS = {"step", "iteration", "global_step", "num_updates"}
+#: Signatures of a run that continues from a checkpoint or is started anew.
+RESTARTS = ("ckpt-loading", "agent-restart")
+MAX_RESTARTS = 100
 #: A counter that falls from its end to its beginning has begun the next epoch.
 EPOCH_END, EPOCH_BEGIN = 0.9, 0.1
 
@@ -126,6 +129,7 @@ def _console(group: list[Log]) -> RawRun | None:
     texts: dict[int, str] = {}
     offsets: dict[int, int] = {}
     base, total, known, style = 0, None, True, ""
+    resumes: list[tuple[int, int]] = []
     for log in group:
         parts.append(Part(log.path, base))
         if log.table is not None:
@@ -142,13 +146,25 @@ def _console(group: list[Log]) -> RawRun | None:
             total = next((p.total for p in reversed(chosen) if p.total and not p.kind.startswith("epoch")), total)
             _collect(chosen, steps, base, pieces, texts, offsets)
             _others(log.progress, chosen, base, pieces, known)
+            resumes += _restarts(log, chosen, steps, base)
         base += (log.lines or 0) + 1
     columns = [RawColumn(key, _ints(s.steps), _ints(s.lines), _floats(s.values)) for key, s in pieces.items()]
     if not columns:
         return None
     items: list[Artefact] = list(group)
     return RawRun(label=group[0].path, format="log", parts=parts, columns=columns, artefacts=items, total_steps=total,
-                  steps_known=known, style=style, texts=texts, offsets=offsets)
+                  resumes=resumes, steps_known=known, style=style, texts=texts, offsets=offsets)
+
+
+def _restarts(log: Log, points: Sequence[Progress], steps: Sequence[int], base: int) -> list[tuple[int, int]]:
+    """Where lines say, between two points, that a checkpoint was loaded or the workers were started anew."""
+    found = []
+    for event in log.events:
+        if event.rule in RESTARTS and not event.quoted:
+            before = [step for item, step in zip(points, steps, strict=True) if item.line < event.line]
+            if before and len(before) < len(points):
+                found.append((event.line - 1 + base, before[-1]))
+    return found[:MAX_RESTARTS]
 
 
 def _writer(progress: Sequence[Progress]) -> list[Progress]:
@@ -177,7 +193,9 @@ def _style(points: Sequence[Progress]) -> str:
 
 def _steps(points: Sequence[Progress]) -> tuple[list[int], bool]:
     """The step of each point over all epochs, and whether it is one: counters of batches go on across epochs."""
-    if sum(p.step < 0 for p in points) > 0.5 * len(points):
+    unnumbered = sum(p.step < 0 for p in points) > 0.5 * len(points)
+    loose = bool(points) and points[0].kind.startswith("loose")
+    if unnumbered or loose and len({p.step for p in points}) < 0.5 * len(points):  # an epoch on every line
         return list(range(1, len(points) + 1)), False
     found: list[int] = []
     offset, last = 0, None

@@ -114,6 +114,8 @@ def assemble(state: Lines, table: MetricTable) -> None:
     table.style = {"megatron": "megatron", "olmo": "olmo", "dict": "hf", "llmc": "nanogpt"}.get(chosen_key[1], "")
     chosen = useful[chosen_key]
     lines, steps, total, entries = _merged(chosen)
+    if chosen_key[1] == "loose" and len(np.unique(steps)) < 0.5 * len(steps):
+        steps = np.full_like(steps, -1)  # an epoch, repeated on every line
     steps, table.steps_known = _numbered(steps, total)
     table.total_steps = total if not chosen_key[1].startswith("epoch") else None
     _fill(table, lines, steps, entries, chosen_key[1])

@@ -1,10 +1,10 @@
 """The course that a loss is expected to keep: a robust local trend and the scatter around it, from the past alone.
 
 Everything is in log loss: noise of a cross entropy is roughly proportional to it. The trend of a point is the median of
-the later half of the window before it, carried on along the slope between the medians of its halves; a rising slope is
-not carried on, so that a climb is not taken for the course. The scatter is the median absolute residual (x 1.4826) of
-the points before, never less than a floor. Medians are deaf to points that jump, and `events` takes the points of a
-found excursion out of the sequence altogether.
+the last third of the window before it, carried on along the gentler of the slopes between the medians of its thirds: a
+stair (the end of an epoch) has a flat side. A rising slope is not carried on, so that a climb is not the course. The
+scatter is the median absolute residual (x 1.4826) of the points before, never less than a floor. Medians are deaf to
+points that jump, and `events` takes the points of a found excursion out of the sequence altogether.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
 
-#: Points whose trend is followed, and points whose scatter counts.
-WINDOW = 24
+#: Points whose trend is followed (three odd thirds: a median that averages two points would lie on neither side of a
+#: stair), and points whose scatter counts.
+WINDOW = 27
 SCATTER = 96
 #: The scatter is taken anew every so many points.
 STRIDE = 8
@@ -37,23 +38,25 @@ def trend(y: Floats) -> Floats:
     expected = np.empty(n)
     for i in range(min(n, WINDOW)):
         past = y[:i]
-        if i < FEW:
+        if i < 2 * FEW:
             expected[i] = np.median(past[-FEW:]) if i else y[0]
         else:
-            half = i // 2
-            expected[i] = _ahead(np.median(past[:half]), np.median(past[half:]), i)
-    half = WINDOW // 2
+            third = i // 3 - (i // 3 + 1) % 2
+            parts = [np.median(past[-(k + 1) * third : len(past) - k * third]) for k in range(3)]
+            expected[i] = _ahead(parts[2], parts[1], parts[0], third)
+    third = WINDOW // 3
     for start in range(WINDOW, n, _CHUNK):
         stop = min(start + _CHUNK, n)
-        windows = sliding_window_view(y[start - WINDOW : stop - 1], WINDOW)
-        early, late = np.median(windows[:, :half], axis=1), np.median(windows[:, half:], axis=1)
-        expected[start:stop] = _ahead(early, late, WINDOW)
+        medians = np.median(sliding_window_view(y[start - WINDOW : stop - 1], third), axis=1)
+        count = stop - start
+        expected[start:stop] = _ahead(medians[:count], medians[third : third + count],
+                                      medians[2 * third : 2 * third + count], third)
     return expected
 
 
-def _ahead(early: Floats | float, late: Floats | float, length: int) -> Floats:
-    slope = np.minimum((late - early) / (length / 2), 0.0)
-    return np.asarray(late + slope * (length / 4 + 0.5))
+def _ahead(early: Floats | float, middle: Floats | float, late: Floats | float, length: int) -> Floats:
+    slope = np.minimum(np.maximum(np.subtract(middle, early), np.subtract(late, middle)) / length, 0.0)
+    return np.asarray(late + slope * (length / 2 + 0.5))
 
 
 def scatter(residual: Floats, floor: float = FLOOR) -> Floats:

@@ -132,7 +132,7 @@ def _judge(search: _Search, place: int, n: int) -> Event | None:
     level, sigma = float(search.expected[place]), float(search.sigma[place])
     wide = sigma * search.tail
     rise = y[start:] - level
-    back = max(BACK_SIGMA * sigma, BACK_SHARE)
+    back = min(max(BACK_SIGMA * sigma, BACK_SHARE), 0.9 * float(rise[0]))
     end = _end(rise, back)
     inside = rise[:end] if end is not None else rise
     peak = int(np.argmax(inside))

@@ -80,7 +80,8 @@ def _column(run: Run, column: Column) -> list[Seen]:
     jumped = {i for e in events for i, r in enumerate(resumes) if _at_resume(positive, e, r)}
     found += _excursions(run, positive, events, resumes)
     for i, resume in enumerate(resumes):
-        if i not in jumped and (drop := _drop(positive, resume)) is not None:
+        if i not in jumped and not _replays_agree(run, positive, resume) and \
+                (drop := _drop(positive, resume)) is not None:
             found.append(_resume_drop(run, positive, *drop))
     if not found and (lost := _lost_at_once(run, positive)) is not None:
         found.append(lost)
@@ -203,7 +204,7 @@ def _at(run: Run, column: Column, place: int) -> str:
 
 def _nan(run: Run, column: Column, signal: signals.Signal) -> Seen:
     place = signal.at
-    ended = bool(not np.isfinite(column.values[-1]))
+    ended = bool(not np.isfinite(column.values[-1])) and len(column) > 1
     step = int(column.steps[place])
     why = blame(run, step, int(column.steps[max(place - 1, 0)]), step)
     what = "the loss field disappeared" if run.style == "megatron" and not np.isfinite(column.values[place]) \
@@ -257,6 +258,20 @@ def _drop(column: Column, resume: tuple[int, Resume]) -> tuple[int, float, float
     if fell < max(DROP_SIGMA * sigma, DROP_SHARE) + 2 * slope:
         return None
     return where, float(np.exp(level)), float(np.median(after))
+
+
+def _replays_agree(run: Run, column: Column, resume: tuple[int, Resume]) -> bool:
+    """Whether the steps that were done again gave the losses of the first time: then a fall there is no new one."""
+    if column.name != "loss" or resume[1].replayed < 4 or not run.replaced:
+        return False
+    before = run.replaced[0]
+    again = (column.steps > resume[1].step) & (column.steps <= resume[1].step + 10**9)
+    _, old, new = np.intersect1d(before.steps, column.steps[again], assume_unique=True, return_indices=True)
+    if len(old) < 4:
+        return False
+    x, y = before.values[old], column.values[again][new]
+    good = np.isfinite(x) & (x > 0) & (y > 0)
+    return bool(good.any()) and abs(float(np.median(np.log(y[good] / x[good])))) < 0.5 * DROP_SHARE
 
 
 def _resume_drop(run: Run, column: Column, place: int, before: float, after: float) -> Seen:

@@ -81,7 +81,7 @@ def nan_onset(run: Run, column: Column) -> Signal | None:
         return None
     places = np.flatnonzero(bad)
     ended = len(values) - 1 - places[-1] < 2
-    if len(places) == 1 and not (ended and len(values) > 1):
+    if len(places) == 1 and not ended:
         return None
     first = int(places[0])
     if not ended and len(places) < 3 and len(values) > 50:
@@ -189,6 +189,9 @@ def scale_collapse(run: Run) -> Signal | None:
         return None
     if values[-1] <= 1.0 and (values <= 1.0).sum() >= 2:
         first = int(np.argmax(values <= 1.0))
+        while first > 0 and values[first - 1] > values[first]:
+            first -= 1  # where the fall began
+        first = min(first + 1, len(values) - 1)
         return Signal(int(places[first]), float(values.max()), float(values[-1]), int((values <= 1.0).sum()),
                       "its minimum")
     change = np.diff(np.log2(values))
@@ -254,10 +257,10 @@ def oscillation(values: Floats) -> tuple[Signal, float] | None:
     n = len(values)
     if n < 64:
         return None
-    y = np.log(values[-min(n, 4096) :])
+    y = np.log(values[-min(max(64, 3 * n // 4), 4096) :])
     n = len(y)
     x = np.linspace(-1, 1, n)
-    rest = y - np.polyval(np.polyfit(x, y, 3), x)
+    rest = y - np.polyval(np.polyfit(x, y, 5), x)
     rest = rest - rest.mean()
     total = float((rest**2).sum())
     if total <= 0:
