@@ -14,6 +14,7 @@ TABLE = {
     "router": ("diag.commands.router:router", "Expert balance and router health of a run."),
     "steps": ("diag.commands.steps:steps", "Slow ranks, slow-downs, stalls, and where the time of a step goes."),
     "ckpt": ("diag.commands.ckpt:ckpt", "Prove checkpoints whole, list them, compare them."),
+    "reshard": ("diag.commands.reshard:reshard", "Move a checkpoint to another format, layout or family of names."),
 }
 
 
