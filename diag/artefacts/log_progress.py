@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from diag.artefacts.log_facts import Progress
 from diag.artefacts.log_lines import Style, clean, front_speaker
+from diag.artefacts.log_special import parse_special
 
 # Every repetition has an end: a damaged line of thousands of spaces or digits must not cost more than a moment.
 _NUMBER = r"[-+]?(?:nan|inf(?:inity)?|\d[\d,]{0,20}\.?\d{0,24}(?:e[-+]?\d{1,5})?|\.\d{1,24})"
@@ -47,7 +48,7 @@ _OTHER_SPLIT = re.compile(r"\b(?:eval\w*|valid\w*|val|test\w*|best|mean|average|
 _METRIC = re.compile(r"loss|\bce\b|ctc|ppl|perplexity|nll|grad|\blr\b|learning.rate|tok|samples|speed|time|it/s|sec",
                      re.I)
 #: Cheap test that most lines fail.
-_QUICK = (b"oss", b"OSS", b"iteration", b"step", b"%|", b"Epoch", b"ppl", b"ctc", b"tokens_per", b"grad", b"=")
+_QUICK = (b"oss", b"OSS", b"iteration", b"step", b"%|", b"Epoch", b"ppl", b"ctc", b"tokens_per", b"grad", b"=", b"trl:")
 MAX_VALUES = 40
 #: A larger "step" is a damaged line.
 MAX_STEP = 10**15
@@ -80,6 +81,8 @@ def parse_line(text: str, style: Style = Style()) -> Progress | None:  # noqa: B
     """The progress that one line reports, or None."""
     if "rror" in text and ("Traceback" in text or "Error:" in text):
         return None
+    if (special := parse_special(text, style)) is not None:
+        return special
     if m := _MEGATRON.search(text):
         values = {}
         for key, value in _PIPED.findall(m[3]):
