@@ -5,6 +5,7 @@ Every text goes through `esc`, and a content security policy forbids whatever mi
 
 from __future__ import annotations
 
+import re
 from html import escape
 
 from diag.report import model, timeline
@@ -57,7 +58,7 @@ def render(report: Report) -> str:
         body.append(f"<h2>Timeline</h2>\n<div class=scroll>{drawing}</div>")
     if root is not None:
         body += _explained(model.explained_by_root(report))
-        body += _numbers(root)
+        body += _numbers(root, folded=True)
     rest = model.others(report)
     if rest:
         body.append(f"<h2>{'Also found' if root else 'Found'}</h2>")
@@ -65,7 +66,8 @@ def render(report: Report) -> str:
     body += _inputs(report)
     if report.not_checked:
         notes = "".join(f"<li>{esc(note)}</li>" for note in report.not_checked)
-        body.append(f"<h2>Not checked</h2>\n<ul>{notes}</ul>")
+        body.append(f"<h2>Not checked</h2>\n<ul>{notes}</ul>" if len(report.not_checked) <= model.MAX_NOTES else
+                    f"<details><summary>Not checked: {len(report.not_checked)} notes</summary><ul>{notes}</ul></details>")
     content = "\n".join(body)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -79,6 +81,11 @@ def render(report: Report) -> str:
 def esc(text: str, limit: int | None = None) -> str:
     """`text` for HTML content and quoted attributes: control characters shown, markup escaped."""
     return escape(printable(text, limit), quote=True)
+
+
+def _with_code(step: str) -> str:
+    """A step of a playbook, in which `backticks` mark what is to be typed."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", esc(step))
 
 
 def _root(root: Finding) -> list[str]:
@@ -97,7 +104,7 @@ def _root(root: Finding) -> list[str]:
         parts.append(f"<h2>{'Evidence' if known else 'Look at'}</h2>")
         parts += _evidence(root.evidence, 2 * model.MAX_EVIDENCE)
     if root.fix:
-        steps = "".join(f"<li>{esc(step)}</li>" for step in root.fix)
+        steps = "".join(f"<li>{_with_code(step)}</li>" for step in root.fix)
         parts.append(f"<h2>Do this</h2>\n<ol>{steps}</ol>")
     return parts
 
@@ -142,12 +149,13 @@ def _evidence(items: list[Evidence], limit: int) -> list[str]:
     return parts
 
 
-def _numbers(finding: Finding) -> list[str]:
+def _numbers(finding: Finding, *, folded: bool = False) -> list[str]:
     parts = []
     scalars = model.scalars(finding)
     if scalars:
         facts = "".join(f"<dt>{esc(name.replace('_', ' '))}</dt><dd>{esc(text)}</dd>" for name, text in scalars)
-        parts.append(f"<dl>{facts}</dl>")
+        numbers = f"<dl>{facts}</dl>"
+        parts.append(f"<details><summary>Numbers</summary>{numbers}</details>" if folded else numbers)
     for name, columns, rows in model.tables(finding):
         head = "".join(f"<th>{esc(column.replace('_', ' '))}</th>" for column in columns)
         lines = ["".join(f"<td{' class=n' if model.numeric(cell) else ''}>{esc(cell)}</td>" for cell in row)

@@ -61,7 +61,8 @@ def _marks(finding: Finding, axis: Axis) -> Iterator[Mark]:
     for row, when in placed:
         if (row, when) not in seen:
             seen.add((row, when))
-            yield Mark(row, when, finding.role, title)
+            witness = finding.role == "root" and row not in rows  # its line proves another's guilt
+            yield Mark(row, when, "symptom" if witness else finding.role, title)
 
 
 def _seconds(time: str | None, step: int | None) -> float | None:

@@ -244,3 +244,22 @@ def test_many_reasons_why_nothing_was_checked_become_one_line() -> None:
     first, second = model.not_checked(many)
     assert first.startswith("hang, loss, router: ") and "--json" in first and second == notes[-1]
     assert all(note in to_json(many) and note in markdown.render(many) for note in notes)
+
+
+def test_the_timeline_does_not_accuse_witnesses() -> None:
+    """The lines of waiting ranks prove that another never came."""
+    def seen(rank: int, second: int) -> Evidence:
+        return Evidence(path=f"fr_{rank}", text="x", rank=rank, time=f"2024-05-01T12:00:0{second}")
+
+    root = Finding(cause="collective_missing_rank", role="root", severity="fatal", summary="x",
+                   where=Where(ranks=[3]), evidence=[seen(3, 1), seen(0, 2), seen(1, 2)])
+    drawing = timeline.render(Report(verdict="failed", headline="x", findings=[root]))
+    assert re.findall(r"class=guilty>rank (\d)", drawing) == ["3"]
+    assert drawing.count('class="root"') == 1 and drawing.count('class="symptom"') == 2
+
+
+def test_what_is_to_be_typed_is_code_and_still_escaped() -> None:
+    root = Finding(cause="host_oom", role="root", severity="fatal", summary="x",
+                   fix=["run `py-spy dump <pid>` on <host>"])
+    page = html.render(Report(verdict="failed", headline="x", findings=[root]))
+    assert "<code>py-spy dump &lt;pid&gt;</code> on &lt;host&gt;" in page
