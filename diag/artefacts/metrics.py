@@ -122,6 +122,8 @@ class MetricsLog(HasSeries):
     steps_known: bool = True
     #: (line, step) where a record says that training went on after `step`
     resumes: list[tuple[int, int]] = field(default_factory=list)
+    #: the columns of the last record, when it held a step and known scalars only: most records are like the one before
+    plain: dict[str, Series] = field(default_factory=dict, repr=False)
 
 
 ARTEFACT = MetricsLog
@@ -234,7 +236,36 @@ def _decode(line: bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
+def _plain(result: MetricsLog, record: dict[str, Any]) -> dict[str, Series]:
+    """The columns of a record that holds "step" and known scalars, and nothing else; empty where it holds more."""
+    keys = [key for key in record if key != "step"]
+    if len(keys) == len(record) or any(key not in result.series or _ROUTER_KEY.fullmatch(key) for key in keys):
+        return {}
+    return {key: result.series[key] for key in keys}
+
+
+def _take_plain(result: MetricsLog, record: dict[str, Any], line: int) -> bool:
+    """Add a record with the keys of the one before when all its values are numbers; False when it is not so."""
+    plain = result.plain
+    step = record.get("step")
+    if len(record) != len(plain) + 1 or type(step) is not int or abs(step) > 2**53 or not result.steps_known:
+        return False
+    for key, value in record.items():
+        if key != "step" and (key not in plain or type(value) is not float and type(value) is not int):
+            return False
+    result.last_step = step
+    for key, value in record.items():
+        if key != "step":
+            column = plain[key]
+            column.steps.append(step)
+            column.lines.append(line)
+            column.values.append(value)
+    return True
+
+
 def _take(result: MetricsLog, record: dict[str, Any], line: int, index: int) -> None:
+    if result.plain and _take_plain(result, record, line):
+        return
     step = next((record[key] for key in STEP_KEYS if isinstance(record.get(key), (int, float))), None)
     if isinstance(step, bool) or step is None or step != step or abs(step) > 2**53:
         step, result.steps_known = index + 1, False
@@ -255,6 +286,7 @@ def _take(result: MetricsLog, record: dict[str, Any], line: int, index: int) -> 
                     raise ValueError("more keys than a metrics file has")
                 column = result.series[key] = Series()
             column.add(step, line, float(value))
+    result.plain = _plain(result, record)
 
 
 def _routers(record: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
