@@ -66,8 +66,9 @@ def render(report: Report) -> str:
     body += _inputs(report)
     if report.not_checked:
         notes = "".join(f"<li>{esc(note)}</li>" for note in report.not_checked)
-        body.append(f"<h2>Not checked</h2>\n<ul>{notes}</ul>" if len(report.not_checked) <= model.MAX_NOTES else
-                    f"<details><summary>Not checked: {len(report.not_checked)} notes</summary><ul>{notes}</ul></details>")
+        count = len(report.not_checked)
+        body.append(f"<h2>Not checked</h2>\n<ul>{notes}</ul>" if count <= model.MAX_NOTES else
+                    f"<details><summary>Not checked: {count} notes</summary><ul>{notes}</ul></details>")
     content = "\n".join(body)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -22,9 +22,9 @@ BOOKKEEPING = {"lines", "signatures", "times", "at_peak", "timeline"}
 
 #: "hang, router: no dumps among the inputs"
 _TOPICS = re.compile(r"([a-z]+(?:, [a-z]+)*): ")
-#: What tells the same line of two ranks apart: rank and process prefixes, time of day, how long it waited.
+#: What tells the same line of two ranks apart: rank and process prefixes, time of day, how long it waited, a port.
 _SPEAKER = re.compile(r"\[?\b(?:default|[Rr]ank)[ :=]?\d+\]?:?|\(?\bpid[ :=]+\d+\)?|\d\d:\d\d:\d\d[.,\d]*"
-                      r"|^\[?[EWIF]\d{4}\b|(?<=ran for )\d+")
+                      r"|^\[?[EWIF]\d{4}\b|(?<=ran for )\d+|(?<=\]:)\d{4,5}\b")
 
 Table = tuple[str, list[str], list[list[str]]]
 
