@@ -38,7 +38,8 @@ def rise_of(points: Points, first: int, last: int) -> Rise | None:
     """The rise into the stretch `first` … `last` (indexes); None when the records begin inside it."""
     if first == 0:
         return None
-    low = median(excess for _, excess in points[max(0, first - 8) : first])
+    before = sorted(excess for _, excess in points[:first])
+    low = before[len(before) // 4]  # a drift is half-way up when its stretch begins
     inside = [excess for _, excess in points[first : last + 1]]
     high = median(inside[len(inside) // 2 :])
     if high <= low:
@@ -47,8 +48,8 @@ def rise_of(points: Points, first: int, last: int) -> Rise | None:
     while start > 0 and points[start - 1][1] > low + FROM * (high - low):
         start -= 1
     end = next((i for i in range(first, last + 1) if points[i][1] >= low + TO * (high - low)), last)
-    before = points[start - 1][0] if start else points[start][0]
-    return Rise(max(points[end][0] - before, 1), low, high)
+    foot = points[start - 1][0] if start else points[start][0]
+    return Rise(max(points[end][0] - foot, 1), low, high)
 
 
 def drift_of(points: Points, threshold: float) -> int | None:

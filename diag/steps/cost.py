@@ -1,7 +1,7 @@
 """The time of a step as one series, and what it does: rise for good, creep up, or stall at intervals.
 
 `cost` is seconds per step, or per token where only throughput is known, so that a change of the batch or the sequence
-length is no slow-down. Series are folded into at most `MOST_BINS` medians before they are searched for a level.
+length is no slow-down. Long series are folded into medians before they are searched for a level.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 #: First logged points: compilation, allocation, caches.
 SETTLING = 2
-MOST_BINS = 300
+#: Most bins into which a series is folded, fine to coarse.
+BINS = (300, 100, 36)
 #: A rise by less is not worth a warning; a 384-GPU run was searched for a day for 5 % (BLOOM chronicles, 2022-04-28).
 RISE_SHARE = 0.03
 RISE_SIGMAS = 6.0
@@ -115,9 +116,9 @@ def scatter(values: Sequence[float] | Floats) -> float:
     return float(1.4826 * np.median(np.abs(array - np.median(array)))) if len(array) else 0.0
 
 
-def _folded(cost: Cost) -> tuple[Floats, int]:
-    """Medians of `size` neighbouring points each, and `size`."""
-    size = -(-len(cost.values) // MOST_BINS)
+def _folded(cost: Cost, bins: int) -> tuple[Floats, int]:
+    """Medians of `size` neighbouring points each, at most `bins` of them, and `size`."""
+    size = -(-len(cost.values) // bins)
     if size == 1:
         return cost.values, 1
     whole = len(cost.values) // size * size
@@ -125,9 +126,21 @@ def _folded(cost: Cost) -> tuple[Floats, int]:
 
 
 def rise(cost: Cost) -> Rise | None:
-    """Where the level rises once and for all; both sides must be quiet for the height of it."""
-    values, size = _folded(cost)
-    after = max(LEAST_AFTER, int(AFTER_SHARE * len(values)))
+    """Where the level rises once and for all; both sides must be quiet for the height of it.
+
+    Searched at three scales: medians of more points are quieter, so that a small rise that lasts shows in them.
+    """
+    sizes = set()
+    for bins in BINS:
+        values, size = _folded(cost, bins)
+        if size not in sizes and (found := _rise(cost, values, size)) is not None:
+            return found
+        sizes.add(size)
+    return None
+
+
+def _rise(cost: Cost, values: Floats, size: int) -> Rise | None:
+    after = max(LEAST_AFTER if size == 1 else 2 * LEAST_AFTER, int(AFTER_SHARE * len(values)))
     best: tuple[float, int, float] | None = None
     lowest = np.minimum.accumulate(values[::-1])[::-1]
     for at in range(LEAST_BEFORE, len(values) - after + 1):
@@ -138,16 +151,17 @@ def rise(cost: Cost) -> Rise | None:
         noise = max(scatter(left), 0.001 * low)
         floor = low + max(3 * noise, 0.3 * (high - low))
         if high - low > RISE_SIGMAS * noise and lowest[at] > floor and scatter(right) < 0.35 * (high - low) \
-                and np.percentile(left, 90) < floor and values[-1] > low * (1 + RISE_SHARE) \
-                and (best is None or high / low > best[0] * 1.01):
-            best = high / low, at, low + (high - low) / 2
+                and np.percentile(left, 90) < floor and np.percentile(values[:at], 90) < (low + high) / 2 \
+                and values[-1] > low * (1 + RISE_SHARE) and (best is None or high / low > best[0] * 1.01):
+            best = high / low, at, low
     if best is None:
         return None
-    ratio, at, middle = best
+    ratio, at, low = best
     begin = max(0, (at - 1) * size)  # the exact point lies in the bin before or in this one
     points = cost.values[begin : (at + 1) * size]
-    below = np.flatnonzero(points < middle)
-    return Rise(begin + (int(below[-1]) + 1 if len(below) else 0), ratio)
+    left, right = np.abs(points - low), np.abs(points - low * ratio)  # the split that fits both levels best
+    misfit = np.concatenate(([0.0], np.cumsum(left))) + np.concatenate((np.cumsum(right[::-1])[::-1], [0.0]))
+    return Rise(min(begin + int(misfit.argmin()), len(cost.values) - 1), ratio)
 
 
 def early_fall(cost: Cost, first: float, last: float) -> bool:
@@ -160,7 +174,7 @@ def early_fall(cost: Cost, first: float, last: float) -> bool:
 
 def creep(cost: Cost) -> float | None:
     """The ratio of the last level to the first when steps get slower and slower in every quarter; else None."""
-    values, _ = _folded(cost)
+    values, _ = _folded(cost, BINS[0])
     if len(values) < 40:
         return None
     eighths = [float(np.median(part)) for part in np.array_split(values, 8)]

@@ -6,10 +6,11 @@ wait for data, its optimizer.
 
  1. Every rank's own seconds per step are added up over phases that contain no waiting for other ranks, in bins of
     steps common to all ranks, after the first `SETTLING` steps.
- 2. A rank's ratio is its own time over the median of the others'. The limit is `RATIO`, or more where the ranks'
-    times scatter: `NOISE_SIGMAS` robust standard deviations from bin to bin.
- 3. A rank is slow when its ratio is beyond the limit in nearly every bin from some bin on until the end, by an amount
-    that matters for the step (`STEP_SHARE`). That bin is "since when"; the phase with the largest excess is "where".
+ 2. A rank's ratio is its own time over the median of the others'. The limit for its median over n bins is `RATIO`, or
+    more where the ranks' times scatter: `NOISE_SIGMAS` standard errors of that median.
+ 3. A rank is slow when from some bin on until the end its median ratio is beyond the limit and nearly every bin is
+    beyond half of that median, by an amount that matters for the step (`STEP_SHARE`). That bin is "since when"; the
+    phase with the largest excess is "where".
 
 Phases that may contain waiting are left out: forward and backward as a whole (gathers of FSDP, exchanges), the
 reduction of norms, dispatch and combine, and under tensor parallelism the modules that it splits.
@@ -27,8 +28,9 @@ from diag.artefacts.run_events import EventLog, StepTimes
 #: A rank this much above the median of the others is slow. Field practice: exclude a GPU that is 10 % off its peers
 #: (playbook straggler); NVIDIA's resiliency extension alarms at 1 / 0.75.
 RATIO = 1.10
-#: ... and this many robust standard deviations of its ratio from bin to bin: a shared CPU scatters by tens of per cent.
-NOISE_SIGMAS = 3.0
+#: ... and this many standard errors: a shared CPU scatters by tens of per cent from bin to bin, and every rank and
+#: every beginning is tried.
+NOISE_SIGMAS = 6.0
 #: The excess must cost the job this share of its step.
 STEP_SHARE = 0.05
 #: Bins needed to judge, and the share of them that must agree.
@@ -166,18 +168,33 @@ def slow_ranks(job: Job) -> list[Slow]:
     if job.problem:
         return []
     totals = {rank: [sum(phases.values()) for phases in bins] for rank, bins in job.own.items()}
-    found = [slow for rank in job.own if (slow := _slow(rank, job, totals)) is not None]
+    ratios = {rank: logs for rank in totals if (logs := _ratios(rank, totals)) is not None}
+    noise = _noise(ratios.values())
+    found = [slow for rank, logs in ratios.items() if (slow := _slow(rank, logs, noise, job, totals)) is not None]
     return sorted(found, key=lambda item: -item.excess)
 
 
-def _slow(rank: int, job: Job, totals: dict[int, list[float]]) -> Slow | None:
+def _others(rank: int, totals: dict[int, list[float]]) -> list[float]:
+    """The median of the other ranks in each bin."""
+    return [median(values) for values in zip(*(totals[r] for r in totals if r != rank), strict=True)]
+
+
+def _ratios(rank: int, totals: dict[int, list[float]]) -> list[float] | None:
+    """Logarithm of the rank's own time over the others' median in each bin."""
+    pairs = list(zip(totals[rank], _others(rank, totals), strict=True))
+    return None if any(min(pair) <= 0 for pair in pairs) else [math.log(own / other) for own, other in pairs]
+
+
+def _noise(ratios: Iterable[Sequence[float]]) -> float:
+    """A robust standard deviation of a ratio in one bin, from the differences between neighbouring bins."""
+    steps = [abs(b - a) for logs in ratios for a, b in zip(logs, logs[1:])]
+    return 1.4826 * median(steps) / math.sqrt(2) if steps else 0.0
+
+
+def _slow(rank: int, logs: Sequence[float], noise: float, job: Job, totals: dict[int, list[float]]) -> Slow | None:
     others = [r for r in totals if r != rank]
-    reference = [median(totals[r][i] for r in others) for i in range(len(job.first))]
-    pairs = list(zip(totals[rank], reference, strict=True))
-    if any(own <= 0 or other <= 0 for own, other in pairs):
-        return None
-    logs = [math.log(own / other) for own, other in pairs]
-    begin = _begin(logs)
+    pairs = list(zip(totals[rank], _others(rank, totals), strict=True))
+    begin = _begin(logs, noise)
     if begin is None:
         return None
     ratio = math.exp(median(logs[begin:]))
@@ -193,16 +210,16 @@ def _slow(rank: int, job: Job, totals: dict[int, list[float]]) -> Slow | None:
     return Slow(rank, ratio, excess, share, job.first[begin], worst, phases, len(logs) - begin)
 
 
-def _begin(logs: Sequence[float]) -> int | None:
+def _begin(logs: Sequence[float], noise: float) -> int | None:
     """The first bin from which the ratio is beyond the limit until the end, in nearly every bin; None if never."""
     for begin in range(len(logs) - LEAST_BINS + 1):
         part = logs[begin:]
         middle = median(part)
-        scatter = 1.4826 * median([abs(value - middle) for value in part])
-        limit = max(math.log(RATIO), NOISE_SIGMAS * scatter)
-        half = limit / 2
-        if middle > limit and part[0] > half and median(part[:LEAST_BINS]) > half \
-                and sum(value > half for value in part) >= AGREEING * len(part) \
-                and sum(value > half for value in part[-LEAST_BINS:]) >= AGREEING * LEAST_BINS:
+        limit = max(math.log(RATIO), NOISE_SIGMAS * 1.25 * noise / math.sqrt(len(part)))
+        if middle <= limit or part[0] <= middle / 2:
+            continue
+        beyond = [value > middle / 2 for value in part]
+        if sum(beyond) >= AGREEING * len(part) and sum(beyond[:LEAST_BINS]) >= AGREEING * LEAST_BINS \
+                and sum(beyond[-LEAST_BINS:]) >= AGREEING * LEAST_BINS:
             return begin
     return None

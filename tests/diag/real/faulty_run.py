@@ -107,7 +107,7 @@ def share_a_core() -> None:
             for _ in range(100_000):
                 pass
         os._exit(0)
-    os.nice(3)
+    os.nice(6)
 
 
 def slowly(owner: type, name: str, seconds: float) -> None:

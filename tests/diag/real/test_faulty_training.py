@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("faulty_run.py")
 ROOT = Path(__file__).parents[3]
 ONSET = 101  # the first step of a fault that begins within the run
-STEPS, STEPS_OF_TWO = 160, 40
+STEPS, STEPS_OF_TWO = 160, 60
 DEADLINE = 280
 
 
