@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from diag.artefacts.log_facts import Progress, Speaker
-from diag.artefacts.log_lines import ANSI, Style, clean, front_speaker
+from diag.artefacts.log_lines import ANSI, Style, clean
 from diag.artefacts.log_progress import parse_line
 
 if TYPE_CHECKING:
@@ -42,38 +42,13 @@ CHUNK = 4096
 _HINTS = (b"oss", b"OSS", b"iteration", b"step", b"%|", b"Epoch", b"ppl", b"grad", b"trl:")
 _DIGITS = bytes.maketrans(b"123456789", b"000000000")
 
-_LLMC = re.compile(rf"^s:(\d+) (?:(trl|tel|eval):({NUMBER.decode()}))?(?: lr:({NUMBER.decode()}))?"
-                   rf"(?: norm:({NUMBER.decode()}))?")
-_AT = re.compile(rf"^\W*(?:train(?:ing)? )?loss at (?:step |iter(?:ation)? )?(\d+)\W+({NUMBER.decode()})\s*$", re.I)
-_EVALUATION = re.compile(rf"\bstep (\d+): train loss ({NUMBER.decode()}), val loss ({NUMBER.decode()})")
-_AT_STEP = re.compile(rf"\b(?:eval|val(?:idation)?) loss at (?:step|iteration) (\d+): ({NUMBER.decode()})", re.I)
-
 
 def parse(text: str, style: Style) -> Progress | None:
-    """As `parse_line`, with a few more layouts: llm.c's main.log, "loss at 200 3.1", nanoGPT's evaluations."""
-    if m := _LLMC.match(text):
-        values = {}
-        if m[2]:
-            values["loss" if m[2] == "trl" else "val_loss" if m[2] == "tel" else "eval_score"] = float(m[3])
-        values |= {key: float(m[i]) for key, i in (("lr", 4), ("grad_norm", 5)) if m[i]}
-        return _made(text, int(m[1]), values, f"llmc {m[2]}", style) if values else None
-    if m := _AT.match(text):
-        return _made(text, int(m[1]), {"loss": float(m[2])}, "at", style)
-    if m := _EVALUATION.search(text):
-        return _made(text, int(m[1]), {"eval_train_loss": float(m[2]), "val_loss": float(m[3])}, "evaluation", style)
-    if m := _AT_STEP.search(text):
-        return _made(text, int(m[1]), {"val_loss": float(m[2])}, "evaluation", style)
+    """As `parse_line`, without counters in the names of values ("Batch 17 Loss")."""
     item = parse_line(text, style)
     if item is not None and any("0" <= c <= "9" for key in item.values for c in key):
         item.values = {_COUNTED_KEY.sub("", key): value for key, value in item.values.items()}
     return item
-
-
-def _made(text: str, step: int, values: dict[str, float], kind: str, style: Style) -> Progress | None:
-    if step >= 10**15:
-        return None
-    return Progress(step=step, line=0, offset=0, text=text[:400], speaker=front_speaker(text, style), values=values,
-                    kind=kind)
 
 
 @dataclass(slots=True)

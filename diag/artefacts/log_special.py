@@ -9,8 +9,8 @@ from diag.artefacts.log_lines import Style, front_speaker
 
 _N = r"[-+]?(?:nan|inf|\d{1,24}\.?\d{0,24}(?:[eE][-+]?\d{1,5})?)"
 _LLMC = re.compile(rf"^s:(\d{{1,15}}) (?:(trl|tel|eval):({_N}))?(?: ?lr:({_N}))?(?: norm:({_N}))?", re.I)
-_AT = re.compile(rf"^\W{{0,8}}(?:train(?:ing)? )?loss at (?:step |iter(?:ation)? )?(\d{{1,15}})\W{{1,8}}({_N})\s{{0,8}}$",
-                 re.I)
+_AT = re.compile(r"^\W{0,8}(?:train(?:ing)? )?loss at (?:step |iter(?:ation)? )?(\d{1,15})\W{1,8}"
+                 rf"({_N})\s{{0,8}}$", re.I)
 _EVALUATION = re.compile(rf"\bstep (\d{{1,15}}): train loss ({_N}), val loss ({_N})")
 _AT_STEP = re.compile(rf"\b(?:eval|val(?:idation)?) loss at (?:step|iteration) (\d{{1,15}}): ({_N})", re.I)
 

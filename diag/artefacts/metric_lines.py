@@ -106,7 +106,7 @@ def assemble(state: Lines, table: MetricTable) -> None:
         writer = writers.setdefault((item.speaker.mark, _family(item.kind)), _Writer())
         writer.loose.append(item)
         writer.losses += loss_of(item) is not None
-    useful = {k: w for k, w in writers.items() if k[1] not in ("summary", "evaluation") and
+    useful = {k: w for k, w in writers.items() if k[1] != "summary" and
               (w.losses or k[1] in ("megatron", "olmo") or any("loss_scale" in p.values for p in w.loose))}
     if not useful:
         return
@@ -121,7 +121,7 @@ def assemble(state: Lines, table: MetricTable) -> None:
     _fill(table, lines, steps, entries, chosen_key[1])
     have = set(table.series)
     for key, writer in writers.items():
-        if writer is chosen or not table.steps_known or key[1].startswith(("summary", "bar", "epoch", "loose")):
+        if writer is chosen or not table.steps_known or key[1].startswith(("bar", "epoch", "loose")):
             continue
         if key[1] == chosen_key[1] and key[1] not in ("step", "llmc"):
             continue
