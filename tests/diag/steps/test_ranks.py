@@ -32,7 +32,7 @@ def events(rank: int, steps: int, change: Change, sigma: float, host: str) -> st
         if step % 5 == 0:
             times = {name: s * jitter * change(rank, step, name) for name, s in MODULES.items()}
             lines.append({"times": times, "step": step})
-    return "".join(json.dumps(row) + "\n" for row in lines)
+    return "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in lines)
 
 
 def job(change: Change = lambda rank, step, phase: 1.0, *, ranks: int = 4, steps: int = 200, sigma: float = 0.03,
