@@ -15,6 +15,7 @@ TABLE = {
     "train": ("pdtrain.commands.train:train", "Train a mixture-of-experts model with separated modules."),
     "demo": ("pdtrain.commands.demo:demo", "Train a small model on two processes here, then diagnose the run."),
     "diag": ("diag.commands:diag", "What broke first, where, and what to do."),
+    "drill": ("pdtrain.commands.drill:drill", "Break a copy of a checkpoint on purpose."),
     "playbook": ("diag.commands.playbook:playbook", "Symptom, locate, fix, verify: one page per failure."),
 }
 

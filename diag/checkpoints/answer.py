@@ -11,13 +11,14 @@ from diag.checkpoints.canonical import Checkpoint
 from diag.checkpoints.report import findings_of, input_of, not_checked_of, report_of, table_of
 from diag.checkpoints.verify import Options, Outcome, verify
 from diag.checkpoints.verify.archives import Progress
+from diag.checkpoints.verify.digests import seal as write_seal
 from diag.diagnose import build_report
-from diag.errors import ArtefactError, PdtrainError
+from diag.errors import ArtefactError, PdtrainError, UsageError
 from diag.schema import Evidence, Finding, Input, Report, Where
 
 
 def verified(path: str, *, deep: bool = False, against: str | None = None, values: bool = True,
-             threads: int | None = None, progress: Progress | None = None) -> Report:
+             threads: int | None = None, seal: bool = False, progress: Progress | None = None) -> Report:
     """The Report of `diag ckpt verify`. Raises `UsageError` for a path that is not there.
 
     A path that holds no checkpoint at all, or nothing readable of one, is an input with a problem (exit status 2).
@@ -27,6 +28,8 @@ def verified(path: str, *, deep: bool = False, against: str | None = None, value
     place = formats.place_of(path)
     reader = formats.reader_of(place)
     if reader is None:
+        if seal:
+            raise UsageError(f"{path}: name one step to be sealed")
         below = _below(place)
         if below is not None:
             return _many(below, options, progress)
@@ -34,7 +37,16 @@ def verified(path: str, *, deep: bool = False, against: str | None = None, value
         checkpoint = formats.read(path)
     except ArtefactError as error:
         return _unreadable(path, reader.NAME if reader else "unknown", error)
-    return report_of(checkpoint, verify(checkpoint, options, progress), deep)
+    report = report_of(checkpoint, verify(checkpoint, options, progress), deep)
+    if seal and checkpoint.format == "pdtrain":
+        raise UsageError(f"{path}: carries digests of its own in manifest.json; nothing to seal")
+    if seal and report.verdict == "healthy":
+        try:
+            count = write_seal(checkpoint)
+        except OSError as error:
+            raise UsageError(f"{checkpoint.folder.root}/integrity.json: {error.strerror or error}") from None
+        report.headline += f" Sealed: integrity.json holds the SHA-256 of {count:,} files."
+    return report
 
 
 def _unreadable(path: str, name: str, error: ArtefactError) -> Report:

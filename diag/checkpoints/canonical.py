@@ -240,6 +240,9 @@ class Checkpoint:
         if kind.bits % 8:
             return np.frombuffer(data, np.uint8, chunk.nbytes, chunk.begin)
         shape = chunk.sizes if chunk.flat is None else (chunk.elements,)
+        if chunk.strides is None and chunk.nbytes != kind.nbytes(chunk.elements):
+            raise ArtefactError(f"{chunk.file}: {tensor.name} needs {kind.nbytes(chunk.elements):,} bytes and has "
+                                f"{chunk.nbytes:,}")
         if chunk.strides is not None and chunk.elements:
             held = np.dtype(kind.held)
             steps = tuple(step * held.itemsize for step in chunk.strides)

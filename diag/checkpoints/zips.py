@@ -43,13 +43,15 @@ class ZipDamage(ArtefactError):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One file of the archive: bytes `[begin, begin + size)` of the containing file, their CRC32, the local header."""
+    """One file of the archive: bytes `[begin, begin + size)` of the containing file, their CRC32; where its local
+    header and its entry in the directory are."""
 
     name: str
     begin: int
     size: int
     crc: int
     header: int
+    entry: int = 0
 
 
 def members(data: memoryview, offset: int = 0, length: int | None = None) -> list[Member]:
@@ -149,7 +151,7 @@ def _member(
         known = local_crc == crc and local_size in (size, _FULL32) and local_packed in (size, _FULL32)
         if not known:
             raise ZipDamage(f"the header of {name!r} gives another size or CRC than the directory", local, name)
-    return Member(name, begin, size, crc, local), after, finish
+    return Member(name, begin, size, crc, local, at), after, finish
 
 
 def _descriptor(data: memoryview, at: int, crc: int, size: int, name: str) -> int:

@@ -32,8 +32,10 @@ def ckpt() -> None:
               help="Hold names and shapes to a model: a run config of this trainer, or a Hugging Face config.json.")
 @click.option("--no-values", is_flag=True, help="Leave out the scan for NaN and infinities.")
 @click.option("--threads", type=click.IntRange(1, 64), default=None, help="Readers; default: the cores, 8 at most.")
+@click.option("--seal", is_flag=True, help="If nothing is wrong, write integrity.json (SHA-256 of every file) into it.")
 @report_options
-def verify(path: str, deep: bool, against: str | None, no_values: bool, threads: int | None, output: Output) -> int:
+def verify(path: str, deep: bool, against: str | None, no_values: bool, threads: int | None, seal: bool,
+           output: Output) -> int:
     """Prove that the checkpoint at PATH is complete and undamaged.
 
     PATH is a checkpoint's folder, one file, or a directory of many steps: then every step is checked, and the answer is
@@ -43,7 +45,8 @@ def verify(path: str, deep: bool, against: str | None, no_values: bool, threads:
     from diag.checkpoints.answer import verified
 
     with output.progress() as progress:
-        report = verified(path, deep=deep, against=against, values=not no_values, threads=threads, progress=progress)
+        report = verified(path, deep=deep, against=against, values=not no_values, threads=threads, seal=seal,
+                          progress=progress)
     return output.emit(report)
 
 

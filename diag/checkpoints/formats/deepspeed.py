@@ -206,6 +206,7 @@ def _stage0(checkpoint: Checkpoint, archive: Archive, optimizer: dict[str, Any],
 def _agree(checkpoint: Checkpoint, by_rank: dict[int, tuple[Archive, dict[str, Any]]]) -> None:
     """Stage and partition count must be the same in all files, and as many as there are files."""
     first: dict[str, tuple[str, Any]] = {}
+    _same_states(checkpoint, by_rank)
     for _, (archive, state) in sorted(by_rank.items()):
         count = state.get("partition_count")
         sizes = {"zero_stage": number(state.get("zero_stage")),
@@ -218,6 +219,20 @@ def _agree(checkpoint: Checkpoint, by_rank: dict[int, tuple[Archive, dict[str, A
                 checkpoint.problem("ranks agree", f"{archive.container.file} records {key} {value}, {file} "
                                                   f"{seen}: they "
                                    "are of different runs", file=archive.container.file, cause="ckpt_world_size")
+
+
+def _same_states(checkpoint: Checkpoint, by_rank: dict[int, tuple[Archive, dict[str, Any]]]) -> None:
+    """All ranks keep the same states of a parameter group (exp_avg, exp_avg_sq, step)."""
+    every: dict[int, set[str]] = {}
+    for _, state in by_rank.values():
+        for index, held in enumerate(_base_states(state)):
+            every.setdefault(index, set()).update(map(str, held))
+    for archive, state in by_rank.values():
+        for index, held in enumerate(_base_states(state)):
+            for key in sorted(every[index] - set(map(str, held))):
+                checkpoint.problem("optimizer complete", f"{archive.container.file} has no {key} for parameter group "
+                                   f"{index}, as the other ranks have", file=archive.container.file,
+                                   tensor=f"group.{index}.{key}", cause="ckpt_missing_keys")
 
 
 def _flats(value: Any) -> list[TensorRef]:

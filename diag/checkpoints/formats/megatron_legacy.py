@@ -76,6 +76,8 @@ def read(place: Place) -> Checkpoint:
             if sharded is not None:
                 add_tree(checkpoint, sharded, sharded.value, f"{name}.optimizer")
     for tensor in checkpoint.tensors.values():
+        if tensor.name.startswith("mp_rank_") and tensor.fqn != tensor.name:  # "0", "1", ...: of this rank only
+            tensor.fqn = f"{tensor.name.partition('.')[0]}.{tensor.fqn}"
         if "rng_state" in tensor.name or tensor.name.startswith("mp_rank_") and tensor.role == "parameter" \
                 and not tensor.split_unknown:
             tensor.role = "state"
@@ -169,11 +171,18 @@ def _layer_offsets(archives: dict[str, Archive], ranks: dict[str, tuple[int, int
 def _own_rank(checkpoint: Checkpoint, name: str, value: dict[str, Any], degrees: dict[str, int],
               where: tuple[int, int, int]) -> None:
     """The rank that the saved arguments name must be one that writes this folder (tensor ranks vary fastest)."""
-    rank = number(attributes(value.get("args")).get("rank"))
-    if rank is not None and rank % degrees["tp"] != where[0]:
-        checkpoint.problem("ranks agree", f"{name}/{MODEL} was saved by rank {rank}, tensor-parallel rank "
-                           f"{rank % degrees['tp']}, and lies where rank {where[0]} belongs: folders are swapped",
-                           file=f"{name}/{MODEL}", tensor=name)
+    args = attributes(value.get("args"))
+    rank = number(args.get("rank"))
+    if rank is None:
+        return
+    found = {"tensor": (rank % degrees["tp"], where[0])}
+    if number(args.get("context_parallel_size")) in (None, 1) and number(args.get("expert_tensor_parallel_size")) in (
+            None, degrees["tp"]):
+        found["expert"] = ((rank // degrees["tp"]) % degrees["ep"], where[2])
+    for axis, (own, there) in found.items():
+        if own != there:
+            checkpoint.problem("ranks agree", f"{name}/{MODEL} was saved by rank {rank}, {axis}-parallel rank {own}, "
+                               f"and lies where {there} belongs: folders are swapped", file=f"{name}/{MODEL}", tensor=name)
 
 
 def _place(checkpoint: Checkpoint, archive: Archive, ref: TensorRef, name: str, where: tuple[int, int, int],

@@ -44,6 +44,8 @@ def read(place: Place) -> Checkpoint:
                 wanted.setdefault(checkpoint.folder.inside(str(file)), set()).add(tensor)
             except ArtefactError as error:
                 checkpoint.problem("paths stay inside", f"{index} {error}", file=index, tensor=tensor)
+    if wanted:
+        checkpoint.files |= {n for n in place.names if n.endswith(".bin") and n != "training_args.bin"}
     names = sorted(wanted) or sorted(n for n in place.names if n.endswith(SUFFIXES) or n == place.file)
     opened = 0
     for name in names:

@@ -46,6 +46,22 @@ def collect(checkpoint: Checkpoint) -> None:
                 _promise(checkpoint, list_name, match["name"].removeprefix("./"), algorithm, match["hex"])
 
 
+def seal(checkpoint: Checkpoint) -> int:
+    """Write `integrity.json` with the SHA-256 of every file of the checkpoint; how many. For formats that carry no
+    checksums of their own. Raises `OSError`."""
+    reader = Reader(checkpoint.folder)
+    try:
+        names = sorted(n for n in checkpoint.files | checkpoint.expected if checkpoint.folder.size(n) is not None)
+        found = {name: digest(checkpoint, reader, name, "sha256") for name in names}
+    finally:
+        reader.close()
+    target = checkpoint.folder.root / "integrity.json"
+    scratch = target.with_name("integrity.json.tmp")
+    scratch.write_text(json.dumps({"algorithm": "sha256", "files": found}, indent=1) + "\n", "utf-8")
+    scratch.replace(target)
+    return len(found)
+
+
 def _promise(checkpoint: Checkpoint, source: str, name: str, algorithm: str, value: str) -> None:
     try:
         checkpoint.digests.setdefault(checkpoint.folder.inside(name), (algorithm, value))

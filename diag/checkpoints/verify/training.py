@@ -229,6 +229,7 @@ def _ranks(checkpoint: Checkpoint, ranks: set[int], what: str, check: str, probl
         world = max(world, checkpoint.meta.layout["dp"])
     missing = sorted(set(range(world)) - ranks)
     if missing:
+        file = next((f for f in sorted(checkpoint.expected) if f.endswith(f"rank{missing[0]}.pt")), None)
         problems.append(Problem(check, f"there is {what} of ranks {_ids(ranks)} and none of {_ids(missing)}",
-                                checkpoint.commit_mark or None, f"rank {missing[0]}", cause="ckpt_incomplete"))
+                                file or checkpoint.commit_mark or None, f"rank {missing[0]}", cause="ckpt_incomplete"))
     return plural(len(ranks), "rank")

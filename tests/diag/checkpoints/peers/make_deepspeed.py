@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 
 def work(rank: int, world: int, stage: int, out: str, extra: str, store: str) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_SIZE=str(world), DS_ACCELERATOR="cpu",
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_SIZE=str(world),
+                      DS_ACCELERATOR="cpu",
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ.get("PEER_PORT", "29555"), CROSS_RANK="0",
                       CROSS_SIZE="1")
     import deepspeed
@@ -54,7 +56,7 @@ def work(rank: int, world: int, stage: int, out: str, extra: str, store: str) ->
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
         parameters = split_params_into_different_moe_groups_for_optimizer(
-            {"params": [p for p in model.parameters()], "name": "all"})
+            {"params": list(model.parameters()), "name": "all"})
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
     dtype = torch.float32 if extra == "fp32" else torch.bfloat16
     for step in range(2):
@@ -74,5 +76,5 @@ if __name__ == "__main__":
     flavour = sys.argv[4] if len(sys.argv) > 4 else ""
     handle, path = tempfile.mkstemp()
     os.close(handle)
-    os.unlink(path)
+    Path(path).unlink()
     mp.start_processes(work, (world, stage, target, flavour, path), nprocs=world, start_method="spawn")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 
 def work(rank: int, world: int, tp: int, ep: int, out: str, store: str) -> None:
@@ -33,17 +34,16 @@ def work(rank: int, world: int, tp: int, ep: int, out: str, store: str) -> None:
         gated_linear_unit=True, add_bias_linear=False, sequence_parallel=tp > 1, moe_ffn_hidden_size=32,
         pipeline_dtype=torch.float32,
     )
-    model = GPTModel(config=config, transformer_layer_spec=get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False),
-                     vocab_size=64, max_sequence_length=32)
+    spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
+    model = GPTModel(config=config, transformer_layer_spec=spec, vocab_size=64, max_sequence_length=32)
     state = model.sharded_state_dict(prefix="")
     state["iteration"] = 10
     state["args"] = {"tensor_model_parallel_size": tp}
-    os.makedirs(out, exist_ok=True)
+    Path(out).mkdir(parents=True, exist_ok=True)
     dist_checkpointing.save(state, out, ("torch_dist", 1))
     dist.barrier()
     if rank == 0:
-        with open(os.path.join(os.path.dirname(out), "latest_checkpointed_iteration.txt"), "w") as file:
-            file.write("10")
+        (Path(out).parent / "latest_checkpointed_iteration.txt").write_text("10")
     dist.barrier()
     os._exit(0)
 
@@ -54,5 +54,5 @@ if __name__ == "__main__":
     target, world, tp, ep = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     handle, path = tempfile.mkstemp()
     os.close(handle)
-    os.unlink(path)
+    Path(path).unlink()
     mp.start_processes(work, (world, tp, ep, target, path), nprocs=world, start_method="spawn")
