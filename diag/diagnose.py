@@ -32,10 +32,12 @@ def diagnose(
     progress: Progress | None = None,
     columns: tuple[tuple[str, str], ...] = (),
     inspect: Callable[[Artefacts], object] | None = None,
+    device_memory: int | None = None,
 ) -> Report:
     """Diagnose what lies under `paths`; `only` restricts the detectors to a topic ("router", "hang", ...).
 
     `columns` are the user's own names of metrics, (canonical name, name in the source).
+    `device_memory` is the size of one GPU in bytes, which memory snapshots do not say.
     `inspect` is given everything that was read, before the report is made: for pictures.
     `signatures` is a folder with the user's own log signatures. `progress(done, total)` is called in bytes while
     reading. Raises `UsageError` for a path that does not exist or when nothing at all was found; damaged inputs are
@@ -44,7 +46,8 @@ def diagnose(
     names = [str(path) for path in paths]
     chosen = detectors(only)
     numbers_only = only is not None and not any(Log in (*d.needs, *d.wants) for d in chosen)
-    sources = discover(names, options=ReadOptions(signatures=signatures, series=numbers_only, columns=columns))
+    sources = discover(names, options=ReadOptions(signatures=signatures, series=numbers_only, columns=columns,
+                                                 device_memory=device_memory))
     items, notes = read(sources, chosen, everything=only is None, progress=progress)
     if not items:
         raise UsageError(f"{', '.join(names[:5])}: {notes[0] if notes else 'empty; nothing to read'}")

@@ -42,6 +42,8 @@ class ReadOptions:
     series: bool = False
     #: (canonical name, name in the source): which column is meant (`--column`)
     columns: tuple[tuple[str, str], ...] = ()
+    #: bytes of memory of one GPU (`--device-memory`), for what a snapshot does not say
+    device_memory: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

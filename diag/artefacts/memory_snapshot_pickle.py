@@ -234,8 +234,8 @@ class _Reading:
         self.stacks = _Interned()
         self.tags: dict[str, int] = {}
         self.events: dict[int, _Events] = {}
-        buffered: Any = stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(cast(Any, stream), 1 << 18)
-        self.tap = _Tap(buffered, self.look)
+        buffered = stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(cast(Any, stream), 1 << 18)
+        self.tap = _Tap(cast(Any, buffered), self.look)
         self.unpickler = _Unpickler(self.tap)  # type: ignore[arg-type]
         self.next_look = 1 << 18
 

@@ -80,8 +80,11 @@ class Output:
         """Whether standard output carries the report as text for people."""
         return not self.json and "-" not in (self.markdown, self.html) and self.file in (None, "-")
 
-    def emit(self, report: Report) -> int:
-        """Write `report` in every form asked for and return the exit status of the command."""
+    def emit(self, report: Report, *, page: Callable[[Report], str] | None = None) -> int:
+        """Write `report` in every form asked for and return the exit status of the command.
+
+        `page` makes the HTML instead of `diag.report.html`, for commands that have a picture to add.
+        """
         if self.markdown is not None:
             from diag.report.markdown import render as render_markdown
 
@@ -89,7 +92,7 @@ class Output:
         if self.html is not None:
             from diag.report.html import render as render_html
 
-            self._write(self.html, render_html(report))
+            self._write(self.html, (page or render_html)(report))
         if self.json:
             self._write(self.file or "-", to_json(report) + "\n")
         elif report.nothing_read():

@@ -45,7 +45,7 @@ def pictures(artefacts: Artefacts, report: Report) -> list[tuple[Run, Column, li
 
 
 def terminal_plot(steps: npt.NDArray[np.int64], values: Floats, marks: list[int], *, width: int = 80,
-                  height: int = HEIGHT, title: str = "") -> str:
+                  height: int = HEIGHT, title: str = "", linear: bool = False) -> str:
     """`values` [n] over `steps` [n] in braille, `width` columns wide, with a caret below each step of `marks`."""
     import numpy as np
 
@@ -56,7 +56,7 @@ def terminal_plot(steps: npt.NDArray[np.int64], values: Floats, marks: list[int]
     x = ((steps - steps[0]) / (steps[-1] - steps[0]) * (2 * columns - 1)).astype(int)
     shown = values[good]
     low, high = float(shown.min()), float(shown.max())
-    logarithmic = low > 0 and high > LOG_FACTOR * low
+    logarithmic = not linear and low > 0 and high > LOG_FACTOR * low
     y = np.log(shown) if logarithmic else shown
     bottom, top = float(y.min()), float(y.max())
     if top <= bottom:
