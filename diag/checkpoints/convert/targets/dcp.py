@@ -8,6 +8,8 @@ there are and how big. This trainer's checkpoint gets its `manifest.json` as wel
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from typing import Any
 
 from diag.checkpoints.convert.archive import add_archive
@@ -33,13 +35,20 @@ def plan(contents: Contents, entries: dict[str, Entry], family: Family | None, o
     if trainer and step_of_name(options.destination_name) is None and contents.step is not None:
         out.home = f"step_{contents.step:08d}"
     writer = DcpWriter(out, options.ranks)
+    ours = family is not None and family.name == "pdtrain"
+    rounded = 0
     for entry in entries.values():
-        for state, recipe in (*entry.states.items(), *((("step", entry.step),) if entry.step else ())):
-            if trainer and state == "master":
-                continue
-            if trainer and state == "weight":
-                recipe = entry.main
+        states = dict(entry.states)
+        if ours or "weight" not in states:  # this trainer keeps FP32 alone
+            rounded += "weight" in states and states["weight"].dtype != entry.main.dtype
+            states = {"weight": entry.main} | {k: r for k, r in states.items() if k not in ("weight", "master")}
+        if entry.step is not None:
+            states["step"] = entry.step
+        for state, recipe in states.items():
             writer.tensor(_key(entry, state, family), recipe)
+    if rounded:
+        out.dropped.append(f"the 16-bit weights of {rounded:,} parameters: this trainer keeps FP32 and rounds as it "
+                           "computes")
     if family is None or family.name == contents.family:
         _others(contents, writer, out)
     elif contents.items or contents.other_tensors:
@@ -74,10 +83,11 @@ def _others(contents: Contents, writer: DcpWriter, out: Plan) -> None:
 
 def others(contents: Contents, out: Plan) -> None:
     """Say that RNG, loader and argument objects stay behind: they belong to the old layout and trainer."""
-    names = [t.name for t in contents.other_tensors] + [i.name for _, i in contents.items]
-    if names:
-        more = f" and {len(names) - 4:,} more" if len(names) > 4 else ""
-        out.dropped.append(f"what is no weight or optimizer state: {', '.join(names[:4])}{more}")
+    heads = Counter(re.split(r"[./]", name)[0] for name in (
+        *(t.name for t in contents.other_tensors), *(item.name for _, item in contents.items)))
+    if heads:
+        listed = ", ".join(f"{head} ({count:,})" if count > 1 else head for head, count in heads.most_common(8))
+        out.dropped.append(f"what is no weight or optimizer state: {listed}")
 
 
 class DcpWriter:
