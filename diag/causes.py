@@ -222,6 +222,8 @@ LATE = frozenset({"host_oom", "gpu_ecc", "gpu_fell_off_bus", "nvlink_error", "no
 #: Says that something died and not why: the order of lines does not acquit a cause in `LATE`.
 VAGUE = frozenset({"killed_unconfirmed", "segfault", "cuda_kernel_fault", "gpu_hw_fault", "dataloader_worker_killed",
                    "driver_mismatch"})
+#: A framework's own investigation, printed after what it investigated: it explains numbers that went wrong above it.
+VERDICTS = frozenset({"rerun-blames-gpu"})
 #: Signatures that are as vague whatever cause they stand for: a finding that has no other.
 VAGUE_SIGNATURES = frozenset({"cuda-launch-failure", "shm-object-open"})
 
@@ -265,7 +267,8 @@ _SPECIFIC: dict[str, tuple[Link, ...]] = {
                                "exception_unknown", "peer_exception", "segfault", "slow_node",
                                "killed_unconfirmed"),
     "nvlink_error": _links("gpu_hw_fault", "cuda_kernel_fault", "exception_unknown", "peer_exception", "segfault"),
-    "gpu_hw_fault": _links("cuda_kernel_fault", "exception_unknown", "peer_exception", "segfault", "code_error"),
+    "gpu_hw_fault": _links("loss_nan", "cuda_kernel_fault", "exception_unknown", "peer_exception", "segfault",
+                           "code_error"),
     "cuda_kernel_fault": _links("exception_unknown", "peer_exception", "segfault", "gpu_hw_fault"),
     "device_assert_vocab": _links("cuda_kernel_fault", "exception_unknown", "peer_exception", "cuda_oom", "segfault",
                                   "gpu_hw_fault"),

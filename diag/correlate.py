@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import datetime
 
 from diag.artefacts import Artefacts
-from diag.causes import CAUSES, EXPLAINS, LATE, VAGUE, VAGUE_SIGNATURES, Shared, tier
+from diag.causes import CAUSES, EXPLAINS, LATE, VAGUE, VAGUE_SIGNATURES, VERDICTS, Shared, tier
 from diag.schema import SEVERITY_ORDER, Evidence, Finding
 
 #: A second unexplained failure makes the verdict less certain.
@@ -99,8 +99,9 @@ def confirms_late(a: Finding, b: Finding) -> bool:
     Time stamps that lie further apart than `LATE_SECONDS` contradict, and so do two hosts.
     """
     seen = set(b.numbers.get("signatures") or ())
-    vague = b.cause in VAGUE or bool(seen and seen <= VAGUE_SIGNATURES)
-    if a.cause not in LATE or not vague:
+    vague = b.cause in VAGUE or tier(b.cause) == 1 or bool(seen and seen <= VAGUE_SIGNATURES)
+    investigated = b.cause == "loss_nan" and bool(VERDICTS & set(a.numbers.get("signatures") or ()))
+    if not investigated and (a.cause not in LATE or not vague):
         return False
     if a.where.hosts and b.where.hosts and not set(a.where.hosts) & set(b.where.hosts):
         return False

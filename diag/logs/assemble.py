@@ -35,6 +35,8 @@ HOST_CAUSES = {"p2p_acs_iommu", "fabric_manager", "driver_mismatch", "shm_too_sm
                "killed_unconfirmed", "cuda_oom_shared_gpu", "node_failure"}
 #: Training that went on for this many steps after a line survived it.
 SURVIVED_STEPS = 3
+#: Remarks beside a verdict.
+MAX_CONTEXT = 5
 _NUMERIC = {"loss_nan", "loss_spike", "loss_divergence", "loss_degenerate", "fp16_loss_scale_collapse", "slow_node",
             "slow_data_io", "moe_router_collapse", "grad_explosion", "loss_resume_jump"}
 
@@ -80,6 +82,7 @@ def findings_of(view: View) -> list[Finding]:
         found.extend(unexplained(view))
     elif alive:
         found.extend(victims(view, found))
+        found.extend(contexts(view))
     for context in (planned_exit(view),):
         if context is not None:
             found.append(context)
@@ -208,6 +211,22 @@ def at_exit(view: View, found: list[Finding]) -> None:
     lead.summary = f"The work was finished before this; only the exit failed: {lead.summary}"
     lead.where = Where(time=lead.where.time)
     lead.evidence = [done.evidence(), *lead.evidence][:6]
+
+
+def contexts(view: View) -> list[Finding]:
+    """Lines worth knowing beside a verdict (a throttled GPU, a slow mount), one finding per rule."""
+    groups: dict[str, list[Item]] = {}
+    for item in view.items:
+        if item.rule.role == "context" and item.rule.cause and item.rule.says and not item.event.quoted:
+            groups.setdefault(item.rule.id, []).append(item)
+    result = []
+    for items in list(groups.values())[:MAX_CONTEXT]:
+        ranks, hosts, gpus = blamed(view, items)
+        result.append(Finding(cause=items[0].rule.cause or "", role="context", severity="info",
+                              confidence=items[0].rule.sure, summary=_sentence(items[0]),
+                              where=Where(ranks=ranks, hosts=hosts, gpus=gpus), evidence=pick_evidence(items)[:2],
+                              numbers={"lines": len(items)}))
+    return result
 
 
 def victims(view: View, found: list[Finding]) -> list[Finding]:

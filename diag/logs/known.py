@@ -96,7 +96,7 @@ def blamed(view: View, items: Iterable[Item]) -> tuple[list[int], list[str], lis
         if "tasks" in groups:
             ranks.update(expand_tasks(groups["tasks"]))
         if blames == "gpu" and "gpu" in groups:
-            gpus.add(groups["gpu"])
+            gpus.add(shown_gpu(groups["gpu"]))
             ranks.update(who.gpu_ranks(groups["gpu"], host))
         if host is not None and blames in ("rank", "host", "gpu", "reporter"):
             hosts.add(host)
@@ -106,6 +106,12 @@ def blamed(view: View, items: Iterable[Item]) -> tuple[list[int], list[str], lis
         if rank in who.host_of:
             hosts.add(who.host_of[rank])
     return sorted(ranks), sorted(hosts), sorted(gpus)
+
+
+def shown_gpu(text: str) -> str:
+    """A PCI address in the kernel's form without the function: "PCI:0000:06:00.0:" and "0000:06:00" -> "0000:06:00"."""
+    name = text.strip().rstrip(":").removeprefix("PCI:")
+    return re.sub(r"(?<=[0-9A-Fa-f]{2})\.\d$", "", name)
 
 
 def is_everybody(view: View, ranks: set[int]) -> bool:
