@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from diag.artefacts import Artefacts
+from diag.artefacts import Artefact, Artefacts, Unreadable
 from diag.artefacts.log_facts import Log
-from diag.artefacts.metric_table import HasSeries
+from diag.artefacts.metric_table import HasSeries, MetricTable
+from diag.artefacts.metrics import MetricsLog
 from diag.detectors import NotChecked, detector
 from diag.schema import Finding, Where
+
+#: With fewer points nothing can be said but what a NaN says.
+LEAST_POINTS = 4
 
 
 @detector("loss", needs=HasSeries, subject="metrics or progress lines")
@@ -24,6 +28,7 @@ def loss_series(artefacts: Artefacts) -> Iterator[Finding | NotChecked]:
     from diag.series import runs
 
     judged = False
+    few: list[str] = []
     for run in runs(artefacts):
         if all(isinstance(item, Log) and item.table is None for item in run.artefacts):
             judged = True  # by the detector of logs
@@ -32,11 +37,28 @@ def loss_series(artefacts: Artefacts) -> Iterator[Finding | NotChecked]:
         points = sum(len(column) for column in losses)
         if not losses and run.get("grad_norm") is None:
             continue
-        judged = True
         found = findings_of(run)
+        if not found and points < LEAST_POINTS:
+            few.append(f"{run.label} has {points} loss point{'s' if points != 1 else ''}")
+            continue
+        judged = True
         yield from found
         if points and not any(f.severity != "info" for f in found):
             yield Finding(cause="healthy", role="context", severity="info", confidence=0.9, where=Where(),
                           summary=well_of(run, losses[0]), numbers={"points": points, "run": run.label})
-    if not judged:
-        yield NotChecked("no column that looks like a loss; name it with --column loss=<its name>")
+    if judged:
+        return
+    reason = f"too few points to judge: {'; '.join(few[:3])}" if few else \
+        "no column that looks like a loss; name it with --column loss=<its name>"
+    if all(_only_numbers(item) for item in artefacts.items):
+        yield Finding(cause="unexplained_end", role="context", severity="info", confidence=0.3, where=Where(),
+                      summary=reason[0].upper() + reason[1:])  # nothing else was given that could be judged
+    else:
+        yield NotChecked(reason)
+
+
+def _only_numbers(item: Artefact) -> bool:
+    """Whether nothing but the numbers of a run can be learnt from `item`."""
+    if isinstance(item, MetricsLog):
+        return not item.routers
+    return isinstance(item, (MetricTable, Unreadable)) or isinstance(item, Log) and item.table is not None

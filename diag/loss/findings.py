@@ -117,7 +117,7 @@ def _lost_at_once(run: Run, column: Column) -> Seen | None:
     if peak == 0 or values[peak] < 2 * values[0] or values[peak:].min() < values[0]:
         return None
     onset = int(np.argmax(values > 1.2 * values[0]))
-    event = Event("open" if values[-1] < 0.5 * values[peak] else "divergence", onset, peak, None, float(values[0]), 1.0,
+    event = Event("open" if values[-1] < 1.1 * values[0] else "divergence", onset, peak, None, float(values[0]), 1.0,
                   float(values[peak] - values[0]), len(values) - onset, 1.0)
     seen = _excursion(run, column, "loss_divergence" if event.kind == "divergence" else "loss_spike", [event])
     seen.finding.confidence = 0.6
@@ -217,7 +217,7 @@ def _nan(run: Run, column: Column, signal: signals.Signal) -> Seen:
                     numbers | why.numbers(), why)
     name = "Loss or gradients" if column.name == "loss" else column.key
     finding.summary = f"{name} became NaN or infinite{_at(run, column, place)} ({what})"
-    finding.fix = fix_of("loss_nan", run, step, why)
+    finding.fix = fix_of("loss_nan", run, step, why) if place > 0 else []  # nothing to go back to
     return Seen(finding, step)
 
 

@@ -104,14 +104,14 @@ def degenerate(column: Column) -> Signal | None:
     if n < 4:
         return None
     later = np.maximum.accumulate(np.abs(values[::-1]))[::-1]
-    for i in range(1, n - 2):
-        before = values[max(0, i - 3) : i]
-        if later[i] >= 0.01 * values[i - 1]:
-            continue
-        if before.max() >= 1.0 and before.min() > 0.5 and later[i] < 0.01 * before.min():
-            return Signal(i, float(values[i - 1]), float(values[i]), n - i)
-        break
-    return None
+    fell = np.flatnonzero(later[1 : n - 2] < 0.01 * values[: n - 3]) + 1
+    if not len(fell):
+        return None
+    i = int(fell[0])
+    before = values[max(0, i - 3) : i]
+    if before.max() < 1.0 or before.min() <= 0.5 or later[i] >= 0.01 * before.min():
+        return None
+    return Signal(i, float(values[i - 1]), float(values[i]), n - i)
 
 
 def climb(values: Floats) -> Signal | None:

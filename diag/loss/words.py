@@ -80,6 +80,8 @@ def well_of(run: Run, column: Column) -> str:
     """One sentence about a run whose loss shows nothing."""
     first, last = float(column.values[0]), float(column.values[-1])
     span = f"steps {int(column.steps[0]):,} to {int(column.steps[-1]):,}" if run.steps_known else "the whole record"
-    few = " (too few to judge)" if len(column) < 8 else ""
+    if len(column) > 1 and (column.values == column.values[0]).all():
+        return f"{run.label}: {column.key} is {first:.4g} at each of {len(column):,} points: is it really logged?"
+    few = " (few to judge by)" if len(column) < 8 else ""
     return (f"{run.label}: {column.key} {first:.4g} to {last:.4g} over {span}, {len(column):,} points{few}: nothing "
             "unusual.")
