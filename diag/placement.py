@@ -101,7 +101,10 @@ def proposal(counts: Sequence[float], groups: int) -> list[list[int]] | None:
 
 
 def describe(layer: int, counts: Sequence[float], layout: Layout, hosts: Mapping[int, str]) -> dict[str, object]:
-    """One layer's hottest expert, who carries it, what its ranks take, and the proposal: a row for `numbers`."""
+    """One layer's hottest expert, who carries it, what its ranks take, and the proposal: a row for `numbers`.
+
+    `placement` lists the experts of EP index 0, 1, ..., separated by slashes.
+    """
     hottest = max(range(len(counts)), key=lambda e: counts[e])
     group = layout.group_of(hottest, len(counts))
     loads = group_loads(counts, layout.expert)
@@ -115,6 +118,6 @@ def describe(layer: int, counts: Sequence[float], layout: Layout, hosts: Mapping
         row["hosts"] = named
     placed = proposal(counts, layout.expert)
     if placed is not None:
-        row["placement"] = placed
+        row["placement"] = " / ".join(" ".join(map(str, group)) for group in placed)
         row["rank_load_then"] = max(sum(counts[e] for e in group) for group in placed) / mean
     return row

@@ -26,7 +26,7 @@ LAST_SPANS = 64
 MAX_LINE_BYTES = 1 << 20
 MAX_NAMES = 10_000
 #: Bins of steps kept per name; beyond this the bins double.
-MAX_BINS = 2_048
+MAX_BINS = 128
 MAX_STEP = 1 << 53
 _LINE = re.compile(rb'\s*\{"(?:event|span)":"|\s*\{"times":\{')
 _RANK = re.compile(r"rank[_-]?(\d{1,7})")
@@ -118,17 +118,22 @@ def sniff(head: bytes, name: str) -> float:
     return 0.95 if _LINE.match(head) else 0.0
 
 
+def empty_log(source: Source) -> EventLog:
+    """The events of the rank that the file's name tells, before any is read."""
+    match = _RANK.search(source.name)
+    return EventLog(path=source.path, format=NAME, bytes=source.bytes, ranks=[int(match[1])] if match else [])
+
+
 def read(source: Source) -> EventLog | Unreadable:
     """One pass; a torn last line is stated, other damaged lines are a warning."""
-    match = _RANK.search(source.name)
-    log = EventLog(path=source.path, format=NAME, bytes=source.bytes, ranks=[int(match[1])] if match else [])
+    log = empty_log(source)
     bad, number, good = 0, 0, 0
     try:
         with source.open() as stream:
             while line := stream.readline(MAX_LINE_BYTES):
                 number += 1
                 try:
-                    _take(log, msgspec.json.decode(line), number)
+                    add_record(log, msgspec.json.decode(line), number)
                     good += 1
                 except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
                     bad = bad or number
@@ -144,7 +149,8 @@ def read(source: Source) -> EventLog | Unreadable:
     return log
 
 
-def _take(log: EventLog, record: Any, line: int) -> None:
+def add_record(log: EventLog, record: Any, line: int) -> None:
+    """Add the record of this line. Raises ValueError, TypeError, KeyError or OverflowError for what is none."""
     if not isinstance(record, dict):
         raise ValueError("not an object")
     if isinstance(name := record.get("event"), str):

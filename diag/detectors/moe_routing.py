@@ -80,9 +80,10 @@ def _carriers(
     finding.summary += f" Its hottest expert, {row['hottest_expert']}, lies on {who}, {row['rank_load']:.1f} times " \
                        "an even load."
     if "placement" in row:
-        finding.fix.append(f"To even out the ranks meanwhile, place the experts of layer {row['layer']} as in "
-                           f"numbers.carriers: then the busiest rank has {row['rank_load_then']:.2f} times an even "
-                           "load.")
+        placed = str(row["placement"])
+        finding.fix.append(f"To even out the ranks meanwhile, place the experts of layer {row['layer']} as "
+                           f"{placed if len(placed) <= 100 else 'in numbers.carriers'}: then the busiest rank has "
+                           f"{row['rank_load_then']:.2f} times an even load.")
 
 
 def _imbalance(
@@ -115,7 +116,8 @@ def _sentence(cause: str, sick: list[Layer], first: int | None, log: MetricsLog)
     last = worst.last
     since = f" since step {first:,}" if first is not None and log.steps_known else ""
     if since and worst.rise is not None:
-        since += f", {'within' if worst.rise.cliff else 'rising for'} {worst.rise.steps:,} steps"
+        steps = worst.rise.steps
+        since += ", at once" if steps < 3 else f", {'within' if worst.rise.cliff else 'rising for'} {steps:,} steps"
     gini = f"Gini {last.gini:.2f}, {last.excess:.2f} above uniform routing"
     if cause == "moe_router_collapse":
         share = ""

@@ -26,32 +26,40 @@ _A = TypeVar("_A", bound=Artefact)
 #: Share of the excess that lies in the experts, and share of it that more tokens explain: then the load is to blame.
 MOSTLY = 0.6
 EXPLAINED = 0.5
+#: What to do where the rank waits for its data; for all else the playbook's steps fit.
+_DATA_FIX = [
+    "Look at the mount of {hosts}, its cache and its network before the storage itself: the other ranks read well.",
+    "Compare what the ranks read: a shard that is larger, remote or damaged, documents that take longer to tokenise.",
+    "Stage the data on local disk, or give that rank's loader more workers and prefetch (playbook slow-data).",
+]
 _WHAT = {"data": "waiting for data", "optimizer": "in the optimizer", EVERYTHING: "in everything it computes"}
 
 
 @detector("steps", needs=EventLog, wants=(RunConfig, MetricsLog), subject="events of the ranks (events/rank_R.jsonl)")
 def step_stragglers(artefacts: Artefacts) -> Iterator[Finding | NotChecked]:
     """At most one finding per job, naming all its slow ranks; one line for a job without any."""
-
-    def waiting(log: EventLog) -> frozenset[str]:
-        config = _of_run(log, artefacts, RunConfig)
-        tensor = config.number("modules.attention.tensor") if config else None
-        return TENSOR_PARALLEL if tensor is not None and tensor > 1 else frozenset()
-
-    for job in jobs(artefacts.of(EventLog), waiting):
+    for job in jobs(artefacts.of(EventLog), lambda log: waiting_modules(log, artefacts)):
         if job.problem:
             yield NotChecked(f"slow ranks: {job.problem}")
-            continue
-        slow = slow_ranks(job)
-        if not slow:
-            yield _even(job)
-            continue
-        log = next(iter(job.logs.values()))
-        loaded = _loaded(slow, _of_run(log, artefacts, RunConfig), _of_run(log, artefacts, MetricsLog))
-        if loaded is not None:
-            yield _imbalance(job, slow, loaded)
         else:
-            yield _straggler(job, slow)
+            yield judged(job, artefacts)
+
+
+def waiting_modules(log: EventLog, artefacts: Artefacts) -> frozenset[str]:
+    """The modules of a log's run that wait for other ranks, beside the exchanges."""
+    config = _of_run(log, artefacts, RunConfig)
+    tensor = config.number("modules.attention.tensor") if config else None
+    return TENSOR_PARALLEL if tensor is not None and tensor > 1 else frozenset()
+
+
+def judged(job: Job, artefacts: Artefacts) -> Finding:
+    """What there is to say about the ranks of a job that can be judged."""
+    slow = slow_ranks(job)
+    if not slow:
+        return _even(job)
+    log = next(iter(job.logs.values()))
+    loaded = _loaded(slow, _of_run(log, artefacts, RunConfig), _of_run(log, artefacts, MetricsLog))
+    return _imbalance(job, slow, loaded) if loaded is not None else _straggler(job, slow)
 
 
 def _of_run(log: EventLog, artefacts: Artefacts, kind: type[_A]) -> _A | None:
@@ -93,7 +101,7 @@ def _straggler(job: Job, slow: list[Slow]) -> Finding:
     return Finding(
         cause="straggler", severity="warning", confidence=0.85 if worst.bins >= 10 else 0.75, summary=summary,
         where=Where(ranks=ranks, hosts=hosts, module=None if worst.phase in _WHAT else worst.phase, step=worst.since),
-        evidence=_evidence(job, worst, log),
+        evidence=_evidence(job, worst, log), fix=_fix(worst, hosts),
         numbers={"slow": [_row(item) for item in slow], "ranks_compared": len(job.logs)},
     )
 
@@ -121,6 +129,12 @@ def _hosts(job: Job, ranks: list[int]) -> tuple[list[str], bool]:
 
 def _phase(name: str) -> str:
     return ("" if name == EVERYTHING else "mostly ") + _WHAT.get(name, f"computing {name}")
+
+
+def _fix(worst: Slow, hosts: list[str]) -> list[str]:
+    if worst.phase != "data":
+        return []
+    return [step.replace("{hosts}", ", ".join(hosts) or "the rank's host") for step in _DATA_FIX]
 
 
 def _evidence(job: Job, worst: Slow, log: EventLog) -> list[Evidence]:
