@@ -74,7 +74,7 @@ def read_many(sources: Sequence[Source], progress: Progress) -> list[Artefact | 
         return [_series(source) for source in sources]
     catalogue = load_catalogue(sources[0].options.signatures if sources else None)
     results = run(sources, catalogue, progress)
-    return [_log(source, pieces, catalogue.by_id) for source, pieces in zip(sources, results, strict=True)]
+    return [log_of(source, pieces, catalogue.by_id) for source, pieces in zip(sources, results, strict=True)]
 
 
 def _series(source: Source) -> Artefact:
@@ -87,7 +87,8 @@ def _series(source: Source) -> Artefact:
     return log
 
 
-def _log(source: Source, pieces: list[Facts], rules: dict[str, Rule]) -> Artefact:
+def log_of(source: Source, pieces: list[Facts], rules: dict[str, Rule]) -> Artefact:
+    """The artefact that the facts of a log's pieces make, with the identity that its path tells."""
     facts = _joined(pieces)
     if facts.problem and not facts.lines:
         return Unreadable(path=source.path, format=NAME, bytes=source.bytes, problem=facts.problem)

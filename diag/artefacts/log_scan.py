@@ -247,6 +247,19 @@ class Scan:
                     self.facts.clock.append((max(number, first_line), time))
                     break
 
+    def so_far(self, tail: bytes) -> Facts:
+        """The facts until here of a log that is still being written; `tail` is the end of what was fed.
+
+        The lists are those of the scan, to be read before it is fed again.
+        """
+        from diag.artefacts.log_rare import summarise
+
+        facts = self.facts
+        last, rare = summarise(tail, facts.lines - tail.count(b"\n") + 1, facts.size - len(tail), self.style)
+        events = [*facts.events, *(event for kept in self._last.values() for event in kept)]
+        return msgspec.structs.replace(facts, tail=last, rare=rare,
+                                       events=sorted(events, key=lambda event: (event.line, event.offset)))
+
     def _finish(self, block: bytes, end_line: int, base: int) -> None:
         facts = self.facts
         for events in self._last.values():

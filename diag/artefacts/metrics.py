@@ -171,14 +171,8 @@ def read(source: Source) -> MetricsLog | Unreadable:
                 if not line.strip():
                     continue
                 try:
-                    record = _decode(line)
-                    if not isinstance(record, dict):
-                        raise ValueError("not an object")
-                    if record.get("event") == "resume":
-                        _rewind(result, record.get("step"), number)
-                        continue
-                    _take(result, record, number, records)
-                    records, torn = records + 1, False
+                    if add_line(result, line, number, records):
+                        records, torn = records + 1, False
                 except (ValueError, OverflowError):
                     bad.append(number)
                     torn = not whole
@@ -192,6 +186,21 @@ def read(source: Source) -> MetricsLog | Unreadable:
         result.problem = _bad_lines(bad, torn)
         result.problem_severity = "info" if bad == [number] else "warning"
     return result
+
+
+def add_line(result: MetricsLog, line: bytes, number: int, records: int) -> bool:
+    """Add the line of this number to `result`, which holds `records` records so far; whether it was one more.
+
+    Raises ValueError or OverflowError for what is no record.
+    """
+    record = _decode(line)
+    if not isinstance(record, dict):
+        raise ValueError("not an object")
+    if record.get("event") == "resume":
+        _rewind(result, record.get("step"), number)
+        return False
+    _take(result, record, number, records)
+    return True
 
 
 def _rewind(result: MetricsLog, step: object, line: int) -> None:

@@ -13,6 +13,7 @@ TABLE = {
     "loss": ("diag.commands.loss:loss", "Spikes, divergence, NaN: what kind, since when, what moved first."),
     "router": ("diag.commands.router:router", "Expert balance and router health of a run."),
     "steps": ("diag.commands.steps:steps", "Slow ranks, slow-downs, stalls, and where the time of a step goes."),
+    "watch": ("diag.commands.watch:watch", "Follow a run while it goes: a live screen, alarms, hooks."),
     "memory": ("diag.commands.memory:memory", "Where GPU memory went: peak, owners, fragmentation, leaks, ranks."),
     "ckpt": ("diag.commands.ckpt:ckpt", "Prove checkpoints whole, list them, compare them."),
     "reshard": ("diag.commands.reshard:reshard", "Move a checkpoint to another format, layout or family of names."),
