@@ -35,3 +35,9 @@ def test_train_step():
     assert row["ours"] > 0 and row["peer"] > 0 and row["peer_version"].startswith("transformers ")
     ours, peer = row["losses"]["ours"], row["losses"]["peer"]
     assert 4 < ours[0] < 6.5 and 4 < peer[0] < 6.5, "both read the same text with fresh weights of 512 ids"
+
+
+@pytest.mark.slow
+def test_router_alarms():
+    row = run("router_alarms.py", "--streams", "10")
+    assert row["streams"] == 10 and row["uniform"] == row["benign"] == row["cliff"] == "2/2"
