@@ -11,45 +11,46 @@ from collections.abc import Iterator, Sequence
 
 from diag.artefacts import Artefacts
 from diag.artefacts.expert_weights import ExpertWeights
-from diag.artefacts.metric_table import HasSeries
 from diag.artefacts.metrics import MetricsLog
 from diag.artefacts.run_config import RunConfig
 from diag.artefacts.run_events import EventLog
 from diag.detectors import NotChecked, detector
 from diag.placement import Layout, describe, recent_counts
 from diag.routing import DEAD_ALARM, DEAD_STEPS, DROP_ALARM, GINI_WARN, Layer, judge
-from diag.routing_columns import router_logs
 from diag.schema import Evidence, Finding, Severity, Where
-from diag.series import runs
 from diag.suspects import fix_order, suspects
 
 #: Logged steps below which a picture is a snapshot: worth showing, not worth certainty.
 SNAPSHOT_RECORDS = 3
 
 
-@detector("router", needs=HasSeries, wants=RunConfig, subject="metrics with router values")
+@detector("router", needs=MetricsLog, wants=RunConfig, subject="metrics with router values")
 def moe_routing(artefacts: Artefacts) -> Iterator[Finding | NotChecked]:
-    """At most one finding per cause and run, and one for the layers that are well."""
-    told = False
-    for log in [*artefacts.of(MetricsLog), *router_logs(run for run in runs(artefacts))]:
-        config = artefacts.beside(log, RunConfig)
-        layers = judge(log, config)
-        told = told or bool(log.routers)
-        weights = _weights(log, artefacts)
-        for state, cause in (("collapsed", "moe_router_collapse"), ("imbalanced", "moe_expert_imbalance")):
-            sick = [layer for layer in layers if layer.state == state]
-            if sick:
-                finding = _imbalance(cause, sick, log, config, weights)
-                _carriers(finding, sick, log, config, artefacts)
-                yield finding
-        dropping = [layer for layer in layers if layer.drop_stretch and layer.drop_stretch.ongoing]
-        if dropping:
-            yield _token_drop(dropping, log, config)
-        yield from _well(layers, dropping)
-        if log.routers and not layers:
-            yield NotChecked(f"{log.path} has router values, but neither counts nor gini with gini_floor")
-    if not told:
+    """At most one finding per cause and metrics file, and one for the layers that are well."""
+    logs = artefacts.of(MetricsLog)
+    for log in logs:
+        yield from routing_findings(log, artefacts)
+    if not any(log.routers for log in logs):
         yield NotChecked("no router values in the metrics (a dense model, or the recorder did not log them)")
+
+
+def routing_findings(log: MetricsLog, artefacts: Artefacts) -> Iterator[Finding | NotChecked]:
+    """What is to be said about the routing of one run."""
+    config = artefacts.beside(log, RunConfig)
+    layers = judge(log, config)
+    weights = _weights(log, artefacts)
+    for state, cause in (("collapsed", "moe_router_collapse"), ("imbalanced", "moe_expert_imbalance")):
+        sick = [layer for layer in layers if layer.state == state]
+        if sick:
+            finding = _imbalance(cause, sick, log, config, weights)
+            _carriers(finding, sick, log, config, artefacts)
+            yield finding
+    dropping = [layer for layer in layers if layer.drop_stretch and layer.drop_stretch.ongoing]
+    if dropping:
+        yield _token_drop(dropping, log, config)
+    yield from _well(layers, dropping)
+    if log.routers and not layers:
+        yield NotChecked(f"{log.path} has router values, but neither counts nor gini with gini_floor")
 
 
 def _weights(log: MetricsLog, artefacts: Artefacts) -> ExpertWeights | None:
