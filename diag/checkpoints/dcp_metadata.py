@@ -15,7 +15,7 @@ import msgspec
 
 from diag.artefacts import guarded, restricted_pickle
 from diag.checkpoints.files import Folder
-from diag.checkpoints.torch_pickle import DtypeRef, Inert, known_globals
+from diag.checkpoints.torch_pickle import DtypeRef, Inert, Opaque, known_globals
 from diag.errors import ArtefactError
 
 #: Above this the walk over the opcodes (about 0.1 s per MiB) is left out and a child with limits reads it instead.
@@ -59,7 +59,9 @@ class Digest(msgspec.Struct):
 
 
 class _Bag:
-    """Stands in for any of DCP's dataclasses; pickle fills its dictionary."""
+    """Stands in for any of DCP's dataclasses; pickle fills its dictionary. As those, it is no key of a dictionary."""
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class _Metadata(_Bag):
@@ -78,8 +80,8 @@ class _Chunk(_Bag):
     pass
 
 
-class _Index(_Bag):
-    pass
+class _Index:
+    """MetadataIndex is frozen: the one class that is a key."""
 
 
 class _Info(_Bag):
@@ -92,7 +94,8 @@ class _Properties(_Bag):
 
 
 _MODULE = "torch.distributed.checkpoint.metadata"
-_CLASSES = {
+_CLASSES: dict[tuple[str, str], Any] = {
+    (_MODULE, "StorageMeta"): Opaque, (_MODULE, "_MEM_FORMAT_ENCODING"): Opaque,
     (_MODULE, "Metadata"): _Metadata, (_MODULE, "TensorStorageMetadata"): _TensorMetadata,
     (_MODULE, "BytesStorageMetadata"): _BytesMetadata, (_MODULE, "ChunkStorageMetadata"): _Chunk,
     (_MODULE, "MetadataIndex"): _Index, (_MODULE, "TensorProperties"): _Properties,
@@ -101,6 +104,12 @@ _CLASSES = {
     ("torch.distributed.checkpoint._fsspec_filesystem", "_StorageInfo"): _Info,
     ("torch.distributed.checkpoint._hf_utils", "_HFStorageInfo"): _Info,
 }
+
+
+#: Where the classes live that forks leave in their metadata (saved plans, device meshes).
+_EXTRAS = ("torch.distributed.checkpoint.planner.", "torch.distributed.checkpoint.default_planner.",
+           "torch.distributed._shard.", "torch.distributed.tensor.", "torch.distributed._tensor.",
+           "torch.distributed.device_mesh.", "torch.distributed.fsdp.")
 
 
 def read_metadata(folder: Folder, name: str) -> Digest:
@@ -131,8 +140,10 @@ def digest(data: bytes, *, scanned: bool) -> Digest:
         found = _digest(vars(value))
     except (AttributeError, TypeError, KeyError, ValueError, IndexError) as error:
         raise ArtefactError(f"is damaged: a part of it is not what it should be ({type(error).__name__})") from None
-    harmless = ("torch.", "megatron.")
-    found.foreign = sorted(n for n in allow.seen if not n.startswith(harmless))
+    for name in sorted(allow.seen):
+        if name.startswith("torch.") and not name.startswith(_EXTRAS):
+            raise ArtefactError(f"is damaged: it asks for {name}, which is not a part of torch's metadata")
+    found.foreign = sorted(n for n in allow.seen if not n.startswith(("torch.", "megatron.")))
     return found
 
 
@@ -147,11 +158,18 @@ def _digest(parts: dict[str, Any]) -> Digest:
             dtype = held["properties"].dtype
             if not isinstance(dtype, DtypeRef):
                 raise ArtefactError(f"is damaged: {name} has no element type")
+            sound = isinstance(held["properties"], _Properties) and all(isinstance(c, _Chunk) for c in held["chunks"])
+            if not sound:
+                raise ArtefactError(f"is damaged: a part of {name} is of the wrong class")
             chunks = [(_ints(c.offsets), _ints(c.sizes)) for c in held["chunks"]]
             out.tensors.append(TensorEntry(name, dtype.name, _ints(held["size"]), chunks))
-        else:
+        elif isinstance(entry, _BytesMetadata):
             out.objects.append(name)
+        else:
+            raise ArtefactError(f"is damaged: {name} is neither a tensor nor an object")
     for index, info in (parts.get("storage_data") or {}).items():
+        if not isinstance(index, _Index) or not isinstance(info, _Info):
+            raise ArtefactError("is damaged: an entry of its places is of the wrong class")
         held, place = vars(index), vars(info)
         offset = held.get("offset")
         if "relative_path" not in place:

@@ -22,6 +22,7 @@ _END64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR = struct.Struct("<4sIQI")
 _STORED = 0
 _ENCRYPTED, _DESCRIPTOR = 0x1, 0x8
+_DIRECTORY = 0x10  # DOS attribute
 _FULL32, _FULL16 = 0xFFFFFFFF, 0xFFFF
 #: Members of one archive; a .pt of a large rank has some ten thousand.
 MAX_MEMBERS = 4_000_000
@@ -120,10 +121,10 @@ def _member(
     """The member of the directory entry at `at`; where the next entry is; where the member's bytes end."""
     if at + _CENTRAL.size > end_at:
         raise ZipDamage("its directory is cut", at)
-    (mark, _, _, flags, method, _, _, crc, packed, size, name_size, extra_size, comment_size, _, _, _,
+    (mark, _, _, flags, method, _, _, crc, packed, size, name_size, extra_size, comment_size, disk, _, attributes,
      header) = _CENTRAL.unpack_from(data, at)
     after = at + _CENTRAL.size + name_size + extra_size + comment_size
-    if mark != b"PK\x01\x02" or after > end_at:
+    if mark != b"PK\x01\x02" or after > end_at or disk or comment_size or attributes & _DIRECTORY:
         raise ZipDamage("an entry of its directory is damaged", at)
     raw = bytes(data[at + _CENTRAL.size : at + _CENTRAL.size + name_size])
     name = raw.decode("utf-8", "backslashreplace")

@@ -182,7 +182,8 @@ def _own_rank(checkpoint: Checkpoint, name: str, value: dict[str, Any], degrees:
     for axis, (own, there) in found.items():
         if own != there:
             checkpoint.problem("ranks agree", f"{name}/{MODEL} was saved by rank {rank}, {axis}-parallel rank {own}, "
-                               f"and lies where {there} belongs: folders are swapped", file=f"{name}/{MODEL}", tensor=name)
+                               f"and lies where {there} belongs: folders are swapped", file=f"{name}/{MODEL}",
+                               tensor=name)
 
 
 def _place(checkpoint: Checkpoint, archive: Archive, ref: TensorRef, name: str, where: tuple[int, int, int],
