@@ -169,12 +169,26 @@ def _collect(contents: Contents, which: int, checkpoint: Checkpoint, weights_onl
         entry.buffer = entry.buffer or role == "buffer"
         entry.states[key] = whole(tensor)
         entry.keys[key] = tensor.name
-    for entry in list(contents.entries.values()):  # a count of steps without a parameter: of a whole group
-        if not entry.states:
-            del contents.entries[entry.name]
+    _group_steps(contents)
     contents.items += [(which, item) for item in checkpoint.items.values()]
     if rest:
         contents.dropped.append(f"{rest:,} optimizer states (--weights-only)")
+
+
+def _group_steps(contents: Contents) -> None:
+    """A count of steps without a parameter is of a whole group (DeepSpeed): it becomes its parameters' own."""
+    shared = [entry for entry in contents.entries.values() if not entry.states and entry.step is not None]
+    for entry in shared:
+        del contents.entries[entry.name]
+    lacking = [e for e in contents.entries.values() if e.step is None and "exp_avg" in e.states]
+    if not shared or not lacking:
+        return
+    if len({contents.source.read(e.step).tobytes() for e in shared if e.step is not None}) > 1:
+        contents.dropped.append("the step counts of the parameter groups: they differ, and which parameter is in which "
+                                "group is not recorded")
+        return
+    for entry in lacking:
+        entry.step = shared[0].step
 
 
 def _is_weightlike(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ from diag.checkpoints.convert.contents import Contents, Entry
 from diag.checkpoints.convert.layout import axes_of, tensor_slice
 from diag.checkpoints.convert.mapping import Family
 from diag.checkpoints.convert.pickles import Global, New, Stored
-from diag.checkpoints.convert.plan import Plan, Segment, Span
+from diag.checkpoints.convert.plan import Plan, Segment, Span, Zeros
 from diag.checkpoints.convert.recipe import Recipe
 from diag.checkpoints.convert.targets import Options
 from diag.checkpoints.convert.targets.dcp import others
@@ -83,12 +83,13 @@ def _partitions(out: Plan, contents: Contents, entries: list[Entry], options: Op
             if step is not None:
                 group["step"] = stored(step, f"step of rank {rank}")
             for key in _MOMENTS:
-                group[key] = _flat([e.states[key] for e in entries], low, high, f"{key} of rank {rank}")
+                group[key] = _flat([e.states[key] for e in entries], low, high, length, f"{key} of rank {rank}")
         state = {
             "dynamic_loss_scale": False, "overflow": False, "clip_grad": 0.0,
             "base_optimizer_state": [group], "base_optimizer_state_step": contents.step or 0,
-            "single_partition_of_fp32_groups": [_flat([e.main for e in entries], low, high, f"fp32 of rank {rank}")],
-            "zero_stage": int(options.to[-1]), "group_paddings": [(rank + 1) * length - max(high, rank * length)],
+            "single_partition_of_fp32_groups": [_flat([e.main for e in entries], low, high, length,
+                                                     f"fp32 of rank {rank}")],
+            "zero_stage": int(options.to[-1]), "group_paddings": [0],
             "partition_count": [options.dp], "ds_version": "0.19.8",
             "param_slice_mappings": [_mapping(entries, low, high)],
         }
@@ -96,8 +97,11 @@ def _partitions(out: Plan, contents: Contents, entries: list[Entry], options: Op
         add_archive(file, {"optimizer_state_dict": state, "ds_config": {}, "ds_version": "0.19.8"})
 
 
-def _flat(recipes: list[Recipe], low: int, high: int, label: str) -> Stored:
-    """Elements low..high of the recipes one after the other."""
+def _flat(recipes: list[Recipe], low: int, high: int, length: int, label: str) -> Stored:
+    """Elements low..high of the recipes one after the other, padded to `length`.
+
+    The padding is written out: told of one, DeepSpeed adds it to every tensor of the state, the step count included.
+    """
     segments: list[Segment] = []
     at = 0
     for recipe in recipes:
@@ -105,7 +109,9 @@ def _flat(recipes: list[Recipe], low: int, high: int, label: str) -> Stored:
         if first < last:
             segments.append(Span(recipe, (0,) * len(recipe.shape), recipe.shape, first, last))
         at += recipe.elements
-    return Stored("float32", (high - low,), segments, 4 * (high - low), label)
+    if length > high - low:
+        segments.append(Zeros(4 * (length - high + low)))
+    return Stored("float32", (length,), segments, 4 * length, label)
 
 
 def _mapping(entries: list[Entry], low: int, high: int) -> OrderedDict[str, Any]:
