@@ -31,10 +31,13 @@ EMPTY_BEYOND_BYTES = 96 << 20
 #: The pickler writes lists in batches of this many.
 BATCH = 1000
 #: Bytes read between two looks for new lists of events, at first; then a growing share of what was built.
-_LOOK_GROWTH = 1.5
+_LOOK_GROWTH, _LOOK_PAUSE = 1.5, 2 << 20
 #: More devices than this has no machine.
 MAX_DEVICES = 1024
 _NO_TIME = -1
+
+
+_FIRST = itemgetter(0)
 
 
 class _Number(int):
@@ -117,32 +120,28 @@ class _Events:
         if not batch:
             return
         try:
-            first = batch[0]
+            first, count = batch[0], len(batch)
             timed, tagged = "time_us" in first, "user_metadata" in first
-            names = ["action", "addr", "size", *(["time_us"] if timed else []), *(["user_metadata"] if tagged else [])]
+            names = ["action", "addr", "size", "frames", *(["time_us"] if timed else []),
+                     *(["user_metadata"] if tagged else [])]
             try:
                 rows = list(map(itemgetter(*names), batch))
-            except KeyError:  # an oom among them has no address; or a mixture of layouts
+            except KeyError:  # an oom among them has no address, or there are no frames, or a mixture of layouts
                 timed, tagged = any("time_us" in e for e in batch), any("user_metadata" in e for e in batch)
                 rows = [self._row(event, at, timed, tagged) for at, event in enumerate(batch)]
             columns: list[Any] = list(zip(*rows))
             action = self._codes(columns[0])
-            address = np.array(columns[1], np.uint64)
-            size = np.array(columns[2], np.int64)
-            time = np.array(columns[3], np.int64) if timed else np.zeros(0, np.int64)
+            address = np.fromiter(columns[1], np.uint64, count)
+            size = np.fromiter(columns[2], np.int64, count)
+            time = np.fromiter(columns[4], np.int64, count) if timed else np.zeros(0, np.int64)
             tag = self._tags(columns[-1]) if tagged else None
-            number = self.stacks.number
-            stack = np.array([
-                f[0] if f and type(f[0]) is _Number else number(f) for f in [e.get("frames") for e in batch]
-            ], np.int32)
+            stack = self._stacks(columns[3])
         except ArtefactError:
             raise
         except (TypeError, ValueError, OverflowError, KeyError, AttributeError) as error:
             what = "an event was emptied before: the file shares one between places" if self._emptied and not all(
                 batch) else "an event is not what torch writes"
             raise ArtefactError(f"is damaged: {what} ({type(error).__name__}, near event {self.count:,})") from error
-        if address.ndim != 1 or size.ndim != 1 or len(size) != len(batch) or time.ndim != 1:
-            raise ArtefactError("is damaged: an event's numbers are no numbers")
         if (size < 0).any() or int(size.max()) > 1 << 50:
             raise ArtefactError("is damaged: an event of an impossible size")
         self.parts.append((action, address, size, time, stack, tag))
@@ -154,12 +153,26 @@ class _Events:
             self.ooms.append(OomEvent(index=self.count + at, size=int(event["size"]),
                                       device_free=free if type(free) is int else None,
                                       stream=stream if type(stream) is int else None))
-        row = [event["action"], event.get("addr", 0), event.get("size", 0)]
+        row = [event["action"], event.get("addr", 0), event.get("size", 0), event.get("frames")]
         if timed:
             row.append(event.get("time_us", _NO_TIME))
         if tagged:
             row.append(event.get("user_metadata", ""))
         return tuple(row)
+
+    def _stacks(self, lists: tuple[Any, ...]) -> npt.NDArray[np.int32]:
+        import numpy as np
+
+        count = len(lists)
+        try:
+            heads = list(map(_FIRST, lists))
+            if set(map(type, heads)) == {_Number}:
+                return np.fromiter(heads, np.int32, count)
+        except (TypeError, IndexError, KeyError):
+            pass
+        number = self.stacks.number
+        return np.fromiter((f[0] if f and type(f) is list and type(f[0]) is _Number else number(f) for f in lists),
+                           np.int32, count)
 
     def _codes(self, names: tuple[Any, ...]) -> npt.NDArray[np.uint8]:
         import numpy as np
@@ -265,6 +278,8 @@ class _Reading:
         for events in self.events.values():
             if len(events.owner) >= BATCH:
                 events.take(empty=delivered > EMPTY_BEYOND_BYTES)
+                # the next device's list begins only when this one is full
+                self.next_look = max(self.next_look, delivered + _LOOK_PAUSE)
         if delivered >= self.next_look:
             self.next_look = int(delivered * _LOOK_GROWTH)
             for item in self.unpickler.memo.copy().values():  # type: ignore[attr-defined]
@@ -280,10 +295,15 @@ def _is_event(item: Any) -> bool:
     return type(item) is dict and "action" in item
 
 
-def load(stream: BinaryIO) -> Snapshot:
-    """The snapshot in `stream` (plain bytes of a pickle). Raises `ArtefactError` where there is none."""
+def load(stream: BinaryIO, *, keep: list[object] | None = None) -> Snapshot:
+    """The snapshot in `stream` (plain bytes of a pickle). Raises `ArtefactError` where there is none.
+
+    What was unpickled is left in `keep`: to free a million dictionaries takes as long as to read them.
+    """
     reading = _Reading(stream)
     top = reading.run()
+    if keep is not None:
+        keep += (reading, top)
     if type(top) is list:
         top = {"segments": top}
     if type(top) is not dict or not isinstance(top.get("segments", []), list) or not (

@@ -38,19 +38,29 @@ def memory(snapshots: tuple[str, ...], device_memory: int | None, png: str | Non
     from diag.artefacts import Artefacts
     from diag.commands.output import colour, width
     from diag.diagnose import diagnose
-    from diag.memory import page, picture
-    from diag.memory import tree as words
-    from diag.report.plot import require_png
+    from diag.schema import Report
 
     if png is not None:
+        from diag.report.plot import require_png
+
         require_png(png, force=output.force)
     read: list[Artefacts] = []
     with output.progress() as progress:
         report = diagnose(snapshots, only="memory", signatures=output.signatures, progress=progress,
                           inspect=read.append, device_memory=device_memory)
-    status = output.emit(report, page=lambda report: page.render(report, read[0]))
+
+    def page(report: Report) -> str:
+        from diag.memory.page import render
+
+        return render(report, read[0])
+
+    status = output.emit(report, page=page)
     if png is not None:
-        picture.draw(read[0], png)
+        from diag.memory.picture import draw
+
+        draw(read[0], png)
     if tree and output.to_terminal() and output.file in (None, "-"):
-        click.echo(words.render(read[0], width=width(), colour=colour()), nl=False, color=True)
+        from diag.memory.tree import render
+
+        click.echo(render(read[0], width=width(), colour=colour()), nl=False, color=True)
     return status

@@ -86,7 +86,7 @@ def _annotated(trace: Trace, annotations: list[Annotation]) -> tuple[list[int], 
     starts: dict[str, list[int]] = {}
     for item in annotations:
         if item.stage == "START":
-            starts.setdefault(_DIGITS.sub("#", item.name), []).append(item.time)
+            starts.setdefault(_DIGITS.sub("N", item.name), []).append(item.time)
     for pattern in _STEP_NAMES:
         for name, times in starts.items():
             if pattern.search(name) and len(times) > WARM_UP + MIN_GROWING:
@@ -115,8 +115,8 @@ def _cycles(course: Ints) -> list[int]:
     """Events of the local lows between swings of at least `SWING` of the range."""
     import numpy as np
 
-    if len(course) > 400_000:  # lows and highs of buckets are enough to see cycles
-        width = len(course) // 200_000
+    if len(course) > 100_000:  # lows and highs of buckets are enough to see cycles
+        width = len(course) // 25_000
         used = len(course) // width * width
         grid = course[:used].reshape(-1, width)
         at = np.sort(np.concatenate([grid.argmin(1) + np.arange(len(grid)) * width,
