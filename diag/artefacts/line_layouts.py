@@ -9,6 +9,7 @@ both ways, and a layout that disagrees is given up. Lines of ranks are told apar
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,6 @@ MAX_SLOW = 150_000
 MAX_LINE = 4000
 #: Rows are turned into arrays in pieces of this size.
 CHUNK = 4096
-_HINTS = (b"oss", b"OSS", b"iteration", b"step", b"%|", b"Epoch", b"ppl", b"grad", b"trl:")
 _DIGITS = bytes.maketrans(b"123456789", b"000000000")
 
 
@@ -165,6 +165,12 @@ def _normal(text: bytes) -> str:
     return re.sub(r"\s+", "_", text.decode("utf-8", "replace").strip().lower())
 
 
+def _hinted(line: bytes) -> bool:
+    """Cheap test that most lines fail."""
+    return (b"oss" in line or b"iteration" in line or b"step" in line or b"%|" in line or b"Epoch" in line
+            or b"grad" in line or b"ppl" in line or b"trl:" in line or b"OSS" in line)
+
+
 class Lines:
     """Collects the progress of one stream of text; `feed` it blocks that end at line ends."""
 
@@ -182,20 +188,24 @@ class Lines:
     def feed(self, block: bytes) -> None:
         """All lines of `block`."""
         active = self.layouts
-        for line in block.split(b"\n"):
-            self.number += 1
-            if b"oss" not in line and b"iteration" not in line and not any(hint in line for hint in _HINTS) or \
-                    len(line) > MAX_LINE:
+        lines = block.split(b"\n")
+        left = self._by_columns(block, len(lines))
+        base = self.number + 1
+        self.number += len(lines)
+        for index in left:
+            line = lines[index]
+            if not _hinted(line) or len(line) > MAX_LINE:
                 continue
+            number = base + index
             for place, layout in enumerate(active):
                 match = layout.pattern.fullmatch(line)
                 if match is not None:
                     if layout.trials < TRIALS and not self._agrees(layout, match, line):
                         self.retired.append(active.pop(place))
-                        self._slowly(line)
+                        self._slowly(line, number)
                         break
                     layout.rows.append(match.groups())
-                    layout.lines.append(self.number)
+                    layout.lines.append(number)
                     if place:
                         layout.hits += 1
                         if layout.hits % 16 == 0:
@@ -204,9 +214,37 @@ class Lines:
                         layout.drain()
                     break
             else:
-                self._slowly(line)
+                self._slowly(line, number)
         if block.endswith(b"\n"):
             self.number -= 1  # the empty piece behind the last line end
+
+    def _by_columns(self, block: bytes, count: int) -> Iterable[int]:
+        """Take the lines of trusted layouts many at once; which of the `count` lines of the block are left."""
+        if not any(layout.trials >= TRIALS for layout in self.layouts):
+            return range(count)
+        import numpy as np
+
+        from diag.artefacts.line_columns import batches
+
+        left = np.ones(count, dtype=bool)
+        for layout, numbers, values in batches(block, self._spans):
+            steps = values[layout.step] if layout.step is not None else None
+            if layout.total is not None:
+                layout.last_total = int(values[layout.total][-1]) or layout.last_total
+            layout.chunks.append((numbers + self.number + 1, steps, {key: values[i] for key, i in layout.keys}))
+            layout.count += len(numbers)
+            left[numbers] = False
+        places: list[int] = np.flatnonzero(left).tolist()
+        return places
+
+    def _spans(self, line: bytes) -> tuple[Layout, list[tuple[int, int]], list[int]] | None:
+        if not _hinted(line):
+            return None
+        for layout in self.layouts:
+            if layout.trials >= TRIALS and (match := layout.pattern.fullmatch(line)) is not None:
+                wanted = {i for _, i in layout.keys} | {i for i in (layout.step, layout.total) if i is not None}
+                return layout, [match.span(i + 1) for i in range(len(match.groups()))], sorted(wanted)
+        return None
 
     def finish(self) -> None:
         """Convert what is left."""
@@ -228,7 +266,7 @@ class Lines:
         layout.keys = kept
         return bool(kept)
 
-    def _slowly(self, line: bytes) -> None:
+    def _slowly(self, line: bytes, number: int) -> None:
         if b"\r" in line:
             line = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]
         if b"\x1b" in line:
@@ -250,8 +288,8 @@ class Lines:
         match = layout.pattern.fullmatch(line) if layout is not None else None
         if layout is not None and match is not None and self._agrees(layout, match, line):
             layout.rows.append(match.groups())
-            layout.lines.append(self.number)
+            layout.lines.append(number)
             self.layouts.append(layout)
             return
-        item.line = self.number
+        item.line = number
         self.loose.append(item)

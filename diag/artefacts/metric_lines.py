@@ -233,12 +233,19 @@ def _vanished(entries: Entries) -> None:
     counted, losses = entries.get("number_of_nan_iterations"), entries.get("loss")
     if counted is None or losses is None or not len(losses[0]):
         return
-    gone = np.setdiff1d(counted[0], losses[0])
-    gone = gone[gone > losses[0][0]]
+    gone = counted[0][counted[0] > losses[0][0]]
     if "number_of_skipped_iterations" in entries:
         rows, numbers = entries["number_of_skipped_iterations"]
-        gone = np.setdiff1d(gone, rows[numbers > 0])
+        gone = gone[~_among(gone, rows[numbers > 0])]
+    gone = gone[~_among(gone, losses[0])]
     if len(gone):
         rows = np.concatenate([losses[0], gone])
         order = np.argsort(rows, kind="stable")
         entries["loss"] = rows[order], np.concatenate([losses[1], np.full(len(gone), np.nan)])[order]
+
+
+def _among(values: Ints, ordered: Ints) -> npt.NDArray[np.bool_]:
+    """Which of `values` occur in `ordered`, which is sorted."""
+    if not len(ordered):
+        return np.zeros(len(values), dtype=bool)
+    return ordered[np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)] == values
