@@ -38,6 +38,8 @@ _NO_TIME = -1
 
 
 _FIRST = itemgetter(0)
+#: Actions that need no address.
+_PLACELESS = ("oom", "annotate", "snapshot")
 
 
 class _Number(int):
@@ -153,7 +155,10 @@ class _Events:
             self.ooms.append(OomEvent(index=self.count + at, size=int(event["size"]),
                                       device_free=free if type(free) is int else None,
                                       stream=stream if type(stream) is int else None))
-        row = [event["action"], event.get("addr", 0), event.get("size", 0), event.get("frames")]
+        action = event["action"]
+        placed = action in ACTIONS and action not in _PLACELESS
+        row = [action, event["addr"] if placed else event.get("addr", 0),
+               event["size"] if placed else event.get("size", 0), event.get("frames")]
         if timed:
             row.append(event.get("time_us", _NO_TIME))
         if tagged:

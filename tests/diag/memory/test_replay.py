@@ -49,7 +49,8 @@ def test_peaks_with_expandable_segments_and_unsplit_blocks(seed: int) -> None:
         if live and rng.random() < 0.48:
             device.free(live.pop(rng.randrange(len(live))))
         else:
-            live.append(device.alloc(rng.choice((7, 600, 900_000, 3 * MIB, 9 * MIB + 5, 19 * MIB, 40 * MIB)), FORWARD[0]))
+            size = rng.choice((7, 600, 900_000, 3 * MIB, 9 * MIB + 5, 19 * MIB, 40 * MIB))
+            live.append(device.alloc(size, FORWARD[0]))
         if number == 150:
             device.start_recording()
     found = only(device)
