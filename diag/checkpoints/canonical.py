@@ -266,7 +266,8 @@ class Checkpoint:
             if overlap is None:
                 continue
             start, extent = overlap
-            target = out[tuple(slice(s - o, s - o + n) for s, o, n in zip(start, offsets, extent))]
+            box: tuple[Any, ...] = (*(slice(s - o, s - o + n) for s, o, n in zip(start, offsets, extent)), ...)
+            target = out[box]
             inside = tuple(slice(s - o, s - o + n) for s, o, n in zip(start, box_offsets, extent))
             if len(pieces) == 1 and pieces[0].flat is None:
                 target[...] = self.view(tensor, pieces[0])[inside]

@@ -21,6 +21,7 @@ class Folder:
         self.root = root
         self._maps: OrderedDict[str, memoryview] = OrderedDict()
         self._sizes: dict[str, int | None] = {}
+        self._inside: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def inside(self, name: str) -> str:
@@ -28,10 +29,14 @@ class Folder:
 
         Symbolic links that lie in the folder are followed (a model hub's cache is made of them); names are not.
         """
+        known = self._inside.get(name)
+        if known is not None:
+            return known
         pure = PurePosixPath(name.replace("\\", "/"))
         if not name or "\0" in name or pure.is_absolute() or ".." in pure.parts or (len(name) > 1 and name[1] == ":"):
             raise ArtefactError(f"refers to a file outside of the checkpoint, {name!r}; refused")
-        return str(pure)
+        self._inside[name] = str(pure)
+        return self._inside[name]
 
     def path(self, name: str) -> Path:
         return self.root / self.inside(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from diag.checkpoints.verify import Outcome, worst_first
 from diag.diagnose import build_report
 from diag.schema import Evidence, Finding, Input, Report, Where
 
-#: Findings listed one by one; the rest are counted.
+#: Findings of one check that are listed one by one; the rest are counted.
 MANY = 100
 
 
@@ -38,13 +39,20 @@ def finding_of(problem: Problem, root: Path, step: int | None = None) -> Finding
 
 def findings_of(outcomes: list[Outcome], checkpoint: Checkpoint) -> list[Finding]:
     """Findings, the most telling first and as root."""
-    listed = worst_first(outcomes)
-    found = [finding_of(p, checkpoint.folder.root, checkpoint.meta.step) for p in listed[:MANY]]
-    if len(listed) > MANY:
-        rest = listed[MANY:]
-        found.append(Finding(cause=rest[0].cause, severity=rest[0].severity, role="symptom", confidence=1.0,
-                             summary=f"and {len(rest):,} more problems of this checkpoint",
-                             numbers={"count": len(rest)}))
+    found: list[Finding] = []
+    told: dict[tuple[str, str], int] = defaultdict(int)
+    for problem in worst_first(outcomes):
+        key = (problem.check, problem.severity)
+        told[key] += 1
+        if told[key] <= MANY:
+            found.append(finding_of(problem, checkpoint.folder.root, checkpoint.meta.step))
+    for (check, severity), count in told.items():
+        if count > MANY:
+            cause = next(f.cause for f in found if f.numbers["check"] == check)
+            found.append(Finding(cause=cause, severity=severity, role="symptom", confidence=1.0,  # type: ignore[arg-type]
+                                 summary=f"and {count - MANY:,} more problems of the kind '{check}'",
+                                 numbers={"check": check, "count": count - MANY}))
+    found.sort(key=lambda f: f.severity == "warning")
     if found:
         found[0].role = "root"
     return found
@@ -52,7 +60,9 @@ def findings_of(outcomes: list[Outcome], checkpoint: Checkpoint) -> list[Finding
 
 def table_of(outcomes: list[Outcome], checkpoint: Checkpoint) -> Finding:
     """The checks and their outcomes, as a table."""
-    rows = [{"check": o.check, "outcome": o.status, "looked at": o.note} for o in outcomes if o.status != "n/a"]
+    order = {"FAIL": 0, "PASS": 1}
+    rows = [{"check": o.check, "outcome": o.status, "looked at": o.note}
+            for o in sorted(outcomes, key=lambda o: order.get(o.status, 2)) if o.status != "n/a"]
     passed = sum(o.status == "PASS" for o in outcomes)
     failed = sum(o.status == "FAIL" for o in outcomes)
     what = f"{checkpoint.format}"

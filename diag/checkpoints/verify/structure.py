@@ -79,6 +79,28 @@ def reported(checkpoint: Checkpoint, _: Options, problems: list[Problem]) -> str
     return plural(len(checkpoint.tensors), "tensor")
 
 
+def index(checkpoint: Checkpoint, _: Options, problems: list[Problem]) -> str:
+    """The index of a sharded model names what the files hold."""
+    if not any(name.endswith(".index.json") for name in checkpoint.files):
+        raise NotApplicable("no index among the files")
+    return plural(len(checkpoint.tensors), "tensor")
+
+
+def headers(checkpoint: Checkpoint, _: Options, problems: list[Problem]) -> str:
+    """Headers of safetensors files."""
+    count = sum(c.kind == "safetensors" for c in checkpoint.containers)
+    if not count:
+        raise NotApplicable("no safetensors among the files")
+    return plural(count, "header")
+
+
+def ranks(checkpoint: Checkpoint, _: Options, problems: list[Problem]) -> str:
+    """What several ranks' files say about the run agrees."""
+    if checkpoint.format not in ("deepspeed", "megatron_legacy"):
+        raise NotApplicable("no rank keeps a file of its own")
+    return plural(len(checkpoint.files), "file")
+
+
 def hostile(checkpoint: Checkpoint, _: Options, problems: list[Problem]) -> str:
     """No pickle names code that could run."""
     if not any(c.kind == "zip" for c in checkpoint.containers) and "metadata" in checkpoint.not_applicable:

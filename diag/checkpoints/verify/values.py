@@ -24,6 +24,7 @@ def finite(checkpoint: Checkpoint, options: Options, problems: list[Problem]) ->
     if not options.finite:
         raise NotApplicable("left out by --no-values")
     jobs = [(t, c) for t in checkpoint.tensors.values() if t.dtype and t.type.is_float for c in (*t.chunks, *t.copies)]
+    jobs = [(t, c) for t, c in jobs if checkpoint.folder.size(c.file) is not None]
     if not jobs:
         raise NotApplicable("no floating-point tensor is here")
 
@@ -41,7 +42,11 @@ def finite(checkpoint: Checkpoint, options: Options, problems: list[Problem]) ->
 
     count = 0
     with ThreadPoolExecutor(max(1, options.threads)) as pool:
-        for (tensor, chunk), (bad, size, _) in zip(jobs, pool.map(scan, jobs)):
+        # In batches: a task for every small chunk would cost more than the chunk.
+        size_of = 64 if len(jobs) > 1024 else 1
+        batches = [jobs[at : at + size_of] for at in range(0, len(jobs), size_of)]
+        results = (found for batch in pool.map(lambda batch: [scan(job) for job in batch], batches) for found in batch)
+        for (tensor, chunk), (bad, size, _) in zip(jobs, results):
             count += size
             if bad:
                 problems.append(Problem("finite", f"{tensor.name} holds {plural(bad, 'value')} that "
