@@ -13,6 +13,7 @@ from pdtrain import __version__
 
 TABLE = {
     "train": ("pdtrain.commands.train:train", "Train a mixture-of-experts model with separated modules."),
+    "plan": ("pdtrain.commands.plan:plan", "Whether it will fit and how fast it can be, before a device is rented."),
     "demo": ("pdtrain.commands.demo:demo", "Train a small model on two processes here, then diagnose the run."),
     "diag": ("diag.commands:diag", "What broke first, where, and what to do."),
     "drill": ("pdtrain.commands.drill:drill", "Break a copy of a checkpoint on purpose."),

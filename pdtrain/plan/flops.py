@@ -24,8 +24,11 @@ PEAK_FLOPS = {
 }
 
 
-def per_token(model: Model, sequence_length: int) -> float:
-    """FLOP per trained token, forward and backward."""
+NON_CAUSAL = "full attention scores (as torchtitan and PaLM report), otherwise the same"
+
+
+def per_token(model: Model, sequence_length: int, *, causal: bool = True) -> float:
+    """FLOP per trained token, forward and backward; not `causal`: attention scores counted in full."""
     parameters = count(model)
     bias = parameters.routing_bias
     norms = parameters.rows["norm"].activated
@@ -34,7 +37,7 @@ def per_token(model: Model, sequence_length: int) -> float:
         dims = model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim + model.mla.v_head_dim
     else:
         dims = 2 * model.head_dim
-    attention = 3 * model.layers * 2 * sequence_length * model.heads * dims / 2
+    attention = 3 * model.layers * 2 * sequence_length * model.heads * dims / (2 if causal else 1)
     return 6 * matrices + attention
 
 

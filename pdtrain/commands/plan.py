@@ -1,0 +1,160 @@
+"""`pdtrain plan`: memory, FLOP, communication and time of a layout before any device is rented. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from diag.errors import UsageError
+from diag.lazy import LazyGroup
+
+if TYPE_CHECKING:
+    from pdtrain.plan.hardware import Hardware
+    from pdtrain.plan.setup import Options, Setup
+
+TABLE = {
+    "budget": ("pdtrain.commands.plan:budget", "Days for a token budget on a cluster of given peak and MFU."),
+}
+#: What `pdtrain plan CONFIG` without a subcommand runs.
+PLAIN = "layout"
+
+
+class PlanGroup(LazyGroup):
+    """`pdtrain plan run.toml` plans a layout; `pdtrain plan sweep ...` is a subcommand."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.table and args[0] not in ctx.help_option_names:
+            args = [PLAIN, *args]
+        return super().parse_args(ctx, args)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return layout if cmd_name == PLAIN else super().get_command(ctx, cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        return (PLAIN, layout, args[1:]) if args and args[0] == PLAIN else super().resolve_command(ctx, args)
+
+
+_OPTIONS: tuple[Callable[..., Any], ...] = (
+    click.argument("config", required=False, type=click.Path(path_type=Path)),
+    click.option("--preset", metavar="NAME", help="A configuration that ships with pdtrain."),
+    click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key; may repeat."),
+    click.option("--gpus", metavar="N", type=click.IntRange(min=1), help="Devices; default: the configuration's."),
+    click.option("--memory", metavar="SIZE", help="Memory of one device (80GB); default: the hardware's."),
+    click.option("--hardware", metavar="NAME", help="Device of the catalogue; default: h100-sxm."),
+    click.option("--probe", metavar="FILE", type=click.Path(path_type=Path), help="Measured links (diag comm --json)."),
+    click.option("--optimizer-sharding", "sharding", type=click.Choice(["none", "zero1", "zero2", "zero3"]),
+                 help="Default: zero3 as pdtrain trains (parallel.fsdp), zero1 with pipeline stages."),
+    click.option("--states", type=click.Choice(["fsdp", "megatron"]), help="How weights and master copy are kept."),
+    click.option("--recompute", type=click.Choice(["none", "selective", "full"]),
+                 help="Instead of the rows' own policy; full: whole blocks."),
+    click.option("--schedule", type=click.Choice(["1f1b", "interleaved", "zero-bubble", "dualpipe"]), default="1f1b",
+                 show_default=True),
+    click.option("--virtual", metavar="N", type=click.IntRange(min=1), default=1, help="Chunks per stage."),
+    click.option("--context", metavar="N", type=click.IntRange(min=1), default=1, help="Context-parallel degree."),
+    click.option("--overload", metavar="F", type=click.FloatRange(min=1), default=1.0,
+                 help="Tokens of the fullest expert rank / balanced."),
+    click.option("--gradient-dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True),
+    click.option("--moment-dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True),
+    click.option("--fp8-dispatch", is_flag=True, help="Dispatch to the experts in FP8."),
+    click.option("--node-limited", is_flag=True, help="Rows for one node cross the network once (DeepEP)."),
+    click.option("--tokens", metavar="T", help="Token budget (14.8T); default: train.steps."),
+    click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout."),
+)  # fmt: skip
+
+
+def _shared(command: Callable[..., int]) -> Callable[..., int]:
+    for decorate in reversed(_OPTIONS):
+        command = decorate(command)
+    return command
+
+
+class _Request:
+    """What the shared options ask for, read once: run, warnings, hardware, options of the plan."""
+
+    def __init__(self, given: dict[str, Any], *, needs_gpus: bool = False) -> None:
+        from pdtrain.plan.hardware import named, parse_bytes, parse_count, with_probe
+        from pdtrain.plan.setup import Options
+        from pdtrain.plan.sources import read_source
+
+        if needs_gpus and given["gpus"] is None:
+            raise UsageError("give --gpus N: how many devices")
+        self.hardware: Hardware = named(given["hardware"])
+        if given["probe"] is not None:
+            self.hardware = with_probe(self.hardware, given["probe"])
+        self.memory = parse_bytes(given["memory"]) if given["memory"] else self.hardware.memory_bytes
+        self.tokens = parse_count(given["tokens"], "--tokens") if given["tokens"] else None
+        self.options: Options = Options(
+            sharding=given["sharding"], states=given["states"], recompute=given["recompute"],
+            schedule="interleaved" if given["virtual"] > 1 and given["schedule"] == "1f1b" else given["schedule"],
+            virtual=given["virtual"], context=given["context"], overload=given["overload"],
+            gradient_bytes=2 if given["gradient_dtype"] == "bf16" else None,
+            moment_bytes=2 if given["moment_dtype"] == "bf16" else 4,
+            dispatch_bytes=1.03125 if given["fp8_dispatch"] else None, node_limited=given["node_limited"],
+        )  # fmt: skip
+        loaded = read_source(
+            given["config"], preset=given["preset"], overrides=given["overrides"], gpus=given["gpus"],
+            context=given["context"],
+        )  # fmt: skip
+        self.run, self.name = loaded.run, loaded.name
+        self.as_json: bool = given["as_json"]
+        for warning in loaded.warnings:
+            print(f"pdtrain: warning: {warning}", file=sys.stderr)
+
+    def setup(self) -> Setup:
+        from pdtrain.plan.setup import Setup
+
+        return Setup(self.run, self.options)
+
+
+@click.command()
+@_shared
+def layout(**given: Any) -> int:
+    """Memory, FLOP, communication and time of one layout.
+
+    CONFIG is a run's TOML file, a Hugging Face config.json, or a file of Megatron-LM arguments.
+    """
+    from pdtrain.plan.estimate import as_json, estimate
+    from pdtrain.plan.text import text
+
+    asked = _Request(given)
+    found = estimate(asked.setup(), asked.hardware, asked.memory, asked.tokens)
+    click.echo(json.dumps(as_json(found)) if asked.as_json else text(found))
+    return 0
+
+
+@click.command()
+@click.option("--active", metavar="N", required=True, help="Parameters activated per token (37B).")
+@click.option("--tokens", metavar="T", required=True, help="Token budget (5T).")
+@click.option("--gpus", metavar="N", type=click.IntRange(min=1), required=True, help="Devices.")
+@click.option("--peak", metavar="FLOPS", required=True, help="Peak FLOP/s of one device (500T).")
+@click.option("--mfu", type=click.FloatRange(min=0, max=1, min_open=True), required=True, help="Utilisation (0.4).")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def budget(active: str, tokens: str, gpus: int, peak: str, mfu: float, as_json: bool) -> int:
+    """Days for a token budget: 6 x activated x tokens / (devices x peak x MFU)."""
+    from pdtrain.plan.hardware import parse_count
+    from pdtrain.plan.reliability import days, training_flop
+
+    flop = training_flop(parse_count(active, "--active"), parse_count(tokens, "--tokens"))
+    found = days(flop, gpus, parse_count(peak, "--peak"), mfu)
+    if as_json:
+        click.echo(json.dumps({"schema": "pdtrain.budget/1", "training_flops": flop, "days": found}))
+    else:
+        click.echo(f"{flop:.3g} FLOP (6 N T, attention scores not counted): {found:,.1f} days")
+    return 0
+
+
+@click.group(cls=PlanGroup, table=TABLE, options_metavar="[CONFIG | --preset NAME] --gpus N --memory 80GB [OPTIONS]")
+def plan() -> None:
+    """What a run needs and how fast it can be, before a device is rented.
+
+    `pdtrain plan [CONFIG | --preset NAME] --gpus N --memory 80GB [--probe FILE] [--hardware NAME]
+    [--optimizer-sharding zero1] [--recompute full] [--json] ...` plans one layout; `pdtrain plan layout --help` lists
+    every option.
+    """

@@ -1,0 +1,180 @@
+"""What the forward pass keeps for the backward pass, per module of a block, in bytes per micro-batch and rank.
+
+Two inventories, named in every output:
+
+    pdtrain  what this trainer's modules keep (eager SwiGLU: w1, silu, w3, product; FP32 norms; the input gathered over
+             TP is kept), compared with a measurement in tests/plan
+    fused    what Megatron-LM-like kernels keep (SwiGLU 3 f, norms in the compute dtype, gathered inputs thrown away)
+
+Shapes: T tokens of a micro-batch in attention (b x s / CP), L = T / TP tokens elsewhere, h hidden, n heads, f FFN
+hidden, e experts, k experts per token, v vocabulary, c bytes of the compute dtype. Routed part, per token: k rows of
+2 h + 3 f (fused); the worst rank's is multiplied by the overload factor (fullest / balanced).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pdtrain.plan.setup import Setup, Stage
+
+Inventory = Literal["pdtrain", "fused"]
+Device = Literal["gpu", "cpu"]
+FP32 = 4
+INDEX = 8  # bytes of an int64 index
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Bytes kept from one block's forward pass, by module; `again` is what a backward pass brings back for a moment
+    because it was recomputed."""
+
+    norms: float
+    attention: float
+    feed_forward: float
+    again: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.norms + self.attention + self.feed_forward
+
+
+def inventory_of(setup: Setup) -> Inventory:
+    """pdtrain's own where the states are kept as pdtrain keeps them, else fused."""
+    return "pdtrain" if setup.states == "fsdp" else "fused"
+
+
+def _norm(setup: Setup, size: int, device: Device, inventory: Inventory) -> float:
+    """Bytes per token that an RMSNorm of `size` keeps: its input, 1 / rms, and on CPUs the normalised input."""
+    if inventory == "fused":
+        return size * setup.itemsize("attention") + FP32
+    item = setup.itemsize("norm")
+    return size * item * (2 if device == "cpu" else 1) + FP32
+
+
+def attention(setup: Setup, device: Device, inventory: Inventory) -> tuple[float, float]:
+    """(kept, kept under recompute) of one attention, per micro-batch; inner norms included."""
+    model, c, t = setup.run.model, setup.itemsize("attention"), setup.tokens
+    heads = model.heads / setup.tp
+    gathered = t if inventory == "pdtrain" else setup.local_tokens
+    own_input = gathered * model.hidden * c
+    if model.attention == "gqa":
+        kv = model.kv_heads / setup.tp
+        inner = t * c * model.head_dim * (2 * heads + 2 * kv)  # q and output, k and v
+        explicit = not setup.options.flash
+    else:
+        mla = model.mla
+        qk, q_lora, kv_lora = mla.qk_nope_head_dim + mla.qk_rope_head_dim, mla.q_lora_rank, mla.kv_lora_rank
+        latents = q_lora * c + (_norm(setup, q_lora, device, inventory) if q_lora else 0)
+        latents += kv_lora * c + _norm(setup, kv_lora, device, inventory)
+        if inventory == "pdtrain" and setup.itemsize("norm") == c:
+            latents += mla.qk_rope_head_dim * c  # the norm's input is a view into the joint projection
+        explicit = device == "cpu" or not setup.options.flash  # value heads of another size: no fused kernel on CPUs
+        values = mla.v_head_dim if explicit else mla.qk_nope_head_dim + mla.v_head_dim  # v is a view into k and v
+        inner = t * (latents + c * heads * (2 * qk + values + mla.v_head_dim))
+    if setup.recompute("attention") != "selective":
+        length = setup.run.train.sequence_length
+        inner += t * heads * (c * length if explicit else FP32)  # the score matrix, or log-sum-exp per row
+    recomputed = gathered * model.hidden * (setup.itemsize("norm") if inventory == "pdtrain" else c)
+    return own_input + inner, recomputed
+
+
+def _swiglu(tokens: float, hidden: float, item: int, inventory: Inventory) -> float:
+    """Without its input: gate, silu, up and product; fused kernels recompute silu and keep three."""
+    return tokens * hidden * item * (4 if inventory == "pdtrain" else 3)
+
+
+def dense_ffn(setup: Setup, inventory: Inventory) -> tuple[float, float]:
+    """(kept, kept under recompute) of one dense FFN."""
+    model, c, t = setup.run.model, setup.itemsize("dense_ffn"), setup.tokens
+    gathered = t if inventory == "pdtrain" else setup.local_tokens
+    item = setup.itemsize("norm") if inventory == "pdtrain" else c
+    kept = gathered * model.hidden * c + _swiglu(t, model.ffn_hidden / setup.tp, c, inventory)
+    return kept, gathered * model.hidden * item
+
+
+def routed_rows(setup: Setup) -> tuple[float, float]:
+    """Rows (token, choice) that leave a rank per micro-batch, and that the fullest expert rank receives."""
+    moe = setup.run.model.moe
+    rows = setup.local_tokens * moe.top_k
+    overload = setup.options.overload if setup.ep > 1 else 1.0
+    if moe.capacity_factor is not None:
+        overload = min(overload, moe.capacity_factor)
+    return rows, rows * overload
+
+
+def moe_layer(setup: Setup, inventory: Inventory) -> tuple[float, float]:
+    """(kept, what recomputing rows `experts` and `shared_expert` would drop of it) of one MoE layer."""
+    model, moe = setup.run.model, setup.run.model.moe
+    c, router_item, tokens = setup.itemsize("experts"), setup.itemsize("router"), setup.local_tokens
+    leaving, arriving = routed_rows(setup)
+    h, f = model.hidden, moe.expert_hidden
+    shared_hidden = moe.shared_experts * f
+    if inventory == "fused":
+        kept = tokens * h * setup.itemsize("attention")
+        kept += leaving * h * c  # what the experts send back, for the gradient of the weights
+        small = tokens * (2 * FP32 * moe.experts + 2 * INDEX * moe.top_k)
+    else:
+        kept = tokens * h * router_item
+        if shared_hidden and router_item != setup.itemsize("shared_expert"):
+            kept += tokens * h * setup.itemsize("shared_expert")
+        kept += leaving * h * c * 2  # what the experts send back, plain and weighted
+        scores = 2 + (1 if moe.z_loss else 0) + (1 if moe.score == "sigmoid" else 0)
+        small = tokens * (scores * FP32 * moe.experts + 2 * FP32 + moe.top_k * (INDEX + FP32))
+        small += leaving * (3 * INDEX + FP32) + (2 * arriving * INDEX if setup.ep > 1 else 0)
+    inside = _swiglu(arriving, f, c, inventory)
+    shared = _swiglu(tokens, shared_hidden, setup.itemsize("shared_expert"), inventory)
+    kept += small + arriving * h * c + inside + shared
+    dropped = (inside if setup.recompute("experts") == "full" else 0) + (
+        shared if setup.recompute("shared_expert") == "full" else 0
+    )
+    return kept, dropped
+
+
+def block(setup: Setup, *, dense: bool, device: Device = "gpu", inventory: Inventory | None = None) -> Kept:
+    """What one block keeps per micro-batch on one rank, under the recompute policies in effect."""
+    inventory = inventory or inventory_of(setup)
+    model = setup.run.model
+    norms = 2 * setup.local_tokens * _norm(setup, model.hidden, device, inventory)
+    kept_attention, short_attention = attention(setup, device, inventory)
+    if dense:
+        kept_ffn, short_ffn = dense_ffn(setup, inventory)
+        dropped_ffn = kept_ffn - short_ffn if setup.recompute("dense_ffn") == "full" else 0.0
+    else:
+        kept_ffn, dropped_ffn = moe_layer(setup, inventory)
+    if setup.whole_block:
+        kept_input = setup.local_tokens * model.hidden * setup.itemsize("attention")
+        return Kept(kept_input, 0.0, 0.0, again=norms + kept_attention + kept_ffn - kept_input)
+    dropped_attention = kept_attention - short_attention if setup.recompute("attention") == "full" else 0.0
+    return Kept(
+        norms,
+        kept_attention - dropped_attention,
+        kept_ffn - dropped_ffn,
+        again=max(dropped_attention, dropped_ffn),
+    )
+
+
+def ends(setup: Setup, stage: Stage, *, device: Device = "gpu") -> tuple[float, float]:
+    """(kept, the peak beside it) of embedding, final norm, head and loss of a stage, per micro-batch.
+
+    Loss: log-probabilities in FP32 stay until the backward pass, which holds two more of that size for a moment.
+    """
+    model, t = setup.run.model, setup.tokens
+    inventory = inventory_of(setup)
+    kept = t * INDEX if stage.embedding else 0.0
+    if not stage.head:
+        return kept, 0.0
+    tokens = setup.local_tokens
+    gathered = t if inventory == "pdtrain" else tokens
+    kept += tokens * _norm(setup, model.hidden, device, inventory)
+    kept += gathered * model.hidden * setup.itemsize("embed_head")
+    logits = t * model.vocab_size / setup.tp
+    kept += logits * FP32
+    return kept, logits * 2 * FP32
+
+
+def rope_tables(setup: Setup, stage: Stage) -> float:
+    """cos and sin in FP32, kept by every attention of this trainer."""
+    model = setup.run.model
+    dim = model.head_dim if model.attention == "gqa" else model.mla.qk_rope_head_dim
+    return float(stage.layers * setup.run.train.sequence_length * dim * FP32)

@@ -1,0 +1,240 @@
+"""Where the model comes from: a run's TOML or preset, a Hugging Face config.json, a file of Megatron-LM arguments."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from diag.errors import UsageError
+from pdtrain.config.load import Loaded, parse_run, presets, read_run
+from pdtrain.config.mistakes import show
+
+#: Largest file that is read as a configuration.
+LIMIT_BYTES = 4 << 20
+
+
+def read_source(
+    path: Path | None, *, preset: str | None, overrides: Sequence[str], gpus: int | None, context: int = 1
+) -> Loaded:
+    """The run to plan. A batch that does not fit `gpus` is raised to one that does, with a warning.
+
+    Raises:
+        UsageError: no such file, or what it says makes no model.
+    """
+    if path is None and preset is None:
+        raise UsageError(f"give a CONFIG file or --preset NAME; presets: {', '.join(presets())}")
+    if path is None or preset is not None:
+        return read_run(path, preset=preset, overrides=overrides, world=gpus)
+    text = _text(path)
+    foreign = _foreign(path, text)
+    if foreign is None:
+        return read_run(path, overrides=overrides, world=gpus)
+    tables, warnings = foreign
+    loaded = parse_run(tomli_w.dumps(tables), str(path), path.stem, overrides=overrides, world=gpus)
+    return Loaded(loaded.run, loaded.name, (*warnings, *loaded.warnings))
+
+
+def _text(path: Path) -> str:
+    try:
+        if path.stat().st_size > LIMIT_BYTES:
+            raise UsageError(f"{path}: larger than {LIMIT_BYTES >> 20} MiB; not a configuration")
+        return path.read_bytes().decode("utf-8-sig", errors="replace")
+    except OSError:
+        return ""  # read_run says what is wrong with the path
+
+
+def _foreign(path: Path, text: str) -> tuple[dict[str, Any], list[str]] | None:
+    """TOML tables and warnings for a file that is not a run's TOML; None: it is."""
+    if text.lstrip().startswith("{"):
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path}: not valid JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise UsageError(f"{path}: not a JSON object")
+        return from_hugging_face(data, str(path))
+    if re.search(r"--(num-layers|hidden-size)\b", text):
+        return from_megatron(_arguments(text, str(path)), str(path))
+    return None
+
+
+class _Keys:
+    """Typed access to a foreign configuration: one clear line for what is missing or of the wrong kind."""
+
+    def __init__(self, data: dict[str, Any], where: str) -> None:
+        self.data, self.where = data, where
+
+    def whole(self, *names: str, default: int | None = None) -> int:
+        for name in names:
+            value = self.data.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 0:
+                raise UsageError(f"{self.where}: {name} = {show(value)} is no whole number")
+            return int(value)
+        if default is None:
+            raise UsageError(f"{self.where}: has no {' or '.join(names)}")
+        return default
+
+
+def from_hugging_face(data: dict[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    """Tables of a run for a decoder's config.json: Llama, Qwen, Mixtral, Qwen-MoE, DeepSeek and what is named alike."""
+    for inner in ("text_config", "language_config"):
+        if isinstance(data.get(inner), dict):
+            data = data[inner]
+    keys, warnings = _Keys(data, where), []
+    hidden, layers, heads = (
+        keys.whole("hidden_size", "n_embd"),
+        keys.whole("num_hidden_layers", "n_layer"),
+        keys.whole("num_attention_heads", "n_head"),
+    )
+    if not heads or not layers:
+        raise UsageError(f"{where}: {layers} layers of {heads} heads make no model")
+    ffn = keys.whole("intermediate_size", "n_inner", default=4 * hidden)
+    kind = str(data.get("model_type", ""))
+    model: dict[str, Any] = {
+        "vocab_size": keys.whole("vocab_size"), "hidden": hidden, "layers": layers, "heads": heads,
+        "kv_heads": keys.whole("num_key_value_heads", default=heads) or heads,
+        "head_dim": keys.whole("head_dim", default=hidden // heads) or hidden // heads,
+        "ffn_hidden": ffn, "tie_embeddings": bool(data.get("tie_word_embeddings", False)), "dense_layers": layers,
+    }  # fmt: skip
+    experts = keys.whole("n_routed_experts", "num_local_experts", "num_experts", default=0)
+    if experts:
+        expert_hidden = keys.whole("moe_intermediate_size", default=ffn)
+        shared = keys.whole("n_shared_experts", default=0)
+        wide = keys.whole("shared_expert_intermediate_size", default=0)
+        if wide and not shared:
+            shared = max(1, round(wide / expert_hidden))
+            if shared * expert_hidden != wide:
+                warnings.append(f"{where}: shared expert of {wide} taken as {shared} x {expert_hidden}")
+        model["dense_layers"] = keys.whole("first_k_dense_replace", default=0)
+        model["moe"] = {
+            "experts": experts, "top_k": keys.whole("num_experts_per_tok", "num_experts_per_token", default=2),
+            "expert_hidden": expert_hidden, "shared_experts": shared,
+            "groups": keys.whole("n_group", default=1) or 1, "top_groups": keys.whole("topk_group", default=1) or 1,
+        }  # fmt: skip
+        if data.get("topk_method") == "noaux_tc":
+            model["moe"] |= {"score": "sigmoid", "bias_update_speed": 0.001, "aux_loss": 1e-4}
+        every = keys.whole("moe_layer_freq", "decoder_sparse_step", default=1)
+        if every > 1:
+            warnings.append(f"{where}: a MoE layer every {every} blocks; planned as if every block had one")
+    if data.get("kv_lora_rank"):
+        model["attention"] = "mla"
+        model["mla"] = {
+            "q_lora_rank": keys.whole("q_lora_rank", default=0), "kv_lora_rank": keys.whole("kv_lora_rank"),
+            "qk_nope_head_dim": keys.whole("qk_nope_head_dim"), "qk_rope_head_dim": keys.whole("qk_rope_head_dim"),
+            "v_head_dim": keys.whole("v_head_dim"),
+        }  # fmt: skip
+    if kind in ("gpt2", "gpt_neox", "bloom", "falcon", "opt", "mpt"):
+        model["ffn_hidden"] = max(1, round(ffn * 2 / 3))
+        warnings.append(_ungated(where, kind, ffn))
+    train = {"sequence_length": 4096, "micro_batch": 1}
+    return {"model": model, "precision": {"all": "bf16"}, "train": train}, warnings
+
+
+def _ungated(where: str, what: str, ffn: int) -> str:
+    return f"{where}: {what} has an ungated FFN of {ffn}; planned as a gated one of {round(ffn * 2 / 3)}"
+
+
+def _arguments(text: str, where: str) -> dict[str, Any]:
+    """`--name value` pairs of a shell script or an argument file; flags are True. Nothing is expanded or run."""
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise UsageError(f"{where}: unbalanced quotes: {error}") from None
+    found: dict[str, Any] = {}
+    variables: dict[str, str] = {}
+    for word in words:
+        if match := re.fullmatch(r"(?:export )?([A-Za-z_]\w*)=(.*)", word):
+            variables[match[1]] = match[2]
+    for index, word in enumerate(words):
+        if not word.startswith("--"):
+            continue
+        name, equals, value = word[2:].strip("()").partition("=")
+        following = words[index + 1] if index + 1 < len(words) else ""
+        if not equals and following and not following.startswith("--"):
+            value = following.strip("()")
+        if reference := re.fullmatch(r"\$\{?(\w+)(?::-([^}]*))?\}?", value):
+            value = variables.get(reference[1], reference[2] or value)
+        found[name.replace("-", "_")] = _number(value) if value else True
+    return found
+
+
+def _number(text: str) -> Any:
+    try:
+        return int(text)
+    except ValueError:
+        try:
+            return float(text)
+        except ValueError:
+            return text
+
+
+def from_megatron(arguments: dict[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    """Tables of a run for Megatron-LM's arguments: model, degrees, batch, recomputation."""
+    keys, warnings = _Keys(arguments, where), []
+    hidden, heads, layers = keys.whole("hidden_size"), keys.whole("num_attention_heads"), keys.whole("num_layers")
+    if not heads:
+        raise UsageError(f"{where}: --num-attention-heads 0 makes no model")
+    ffn = keys.whole("ffn_hidden_size", default=4 * hidden)
+    if "swiglu" not in arguments:
+        warnings.append(_ungated(where, "a model without --swiglu", ffn))
+        ffn = round(ffn * 2 / 3)
+    model: dict[str, Any] = {
+        "vocab_size": keys.whole("padded_vocab_size", "vocab_size", default=128_256), "hidden": hidden,
+        "layers": layers, "heads": heads, "ffn_hidden": ffn,
+        "kv_heads": keys.whole("num_query_groups", default=heads),
+        "head_dim": keys.whole("kv_channels", default=hidden // heads), "dense_layers": layers,
+        "tie_embeddings": "untie_embeddings_and_output_weights" not in arguments,
+    }  # fmt: skip
+    if not {"padded_vocab_size", "vocab_size"} & set(arguments):
+        warnings.append(f"{where}: no --vocab-size; 128,256 taken")
+    experts = keys.whole("num_experts", default=0)
+    if experts:
+        wide = keys.whole("moe_shared_expert_intermediate_size", default=0)
+        expert_hidden = keys.whole("moe_ffn_hidden_size", default=ffn)
+        pattern = str(arguments.get("moe_layer_freq", 1))
+        dense = re.match(r"\(?\[0\](?:\*(\d+))?", pattern)
+        model["dense_layers"] = int(dense[1] or 1) if dense else 0
+        model["moe"] = {
+            "experts": experts, "top_k": keys.whole("moe_router_topk", default=2), "expert_hidden": expert_hidden,
+            "shared_experts": round(wide / expert_hidden) if wide else 0,
+            "groups": keys.whole("moe_router_num_groups", default=1),
+            "top_groups": keys.whole("moe_router_group_topk", default=1),
+        }  # fmt: skip
+        if "moe_router_enable_expert_bias" in arguments:
+            model["moe"] |= {"score": "sigmoid", "bias_update_speed": 0.001, "aux_loss": 1e-4}
+    if "multi_latent_attention" in arguments:
+        model["attention"] = "mla"
+        model["mla"] = {
+            "q_lora_rank": keys.whole("q_lora_rank", default=0),
+            "kv_lora_rank": keys.whole("kv_lora_rank", default=512),
+            "qk_nope_head_dim": keys.whole("qk_head_dim", default=128),
+            "qk_rope_head_dim": keys.whole("qk_pos_emb_head_dim", default=64),
+            "v_head_dim": keys.whole("v_head_dim", default=128),
+        }  # fmt: skip
+    tensor, pipeline = (
+        keys.whole("tensor_model_parallel_size", default=1), keys.whole("pipeline_model_parallel_size", default=1)
+    )  # fmt: skip
+    expert = keys.whole("expert_model_parallel_size", default=1)
+    ranks = keys.whole("world_size", default=0) or pipeline * max(tensor, expert)
+    train: dict[str, Any] = {
+        "sequence_length": keys.whole("seq_length", default=4096),
+        "micro_batch": keys.whole("micro_batch_size", default=1),
+    }  # fmt: skip
+    if batch := keys.whole("global_batch_size", default=0):
+        train["train_batch"] = batch
+    if steps := keys.whole("train_iters", default=0):
+        train["steps"] = steps
+    tables = {
+        "model": model, "train": train, "precision": {"all": "bf16" if {"bf16", "fp16"} & set(arguments) else "fp32"},
+        "parallel": {"ranks": ranks, "pipeline": pipeline, "fsdp": "use_distributed_optimizer" in arguments},
+        "modules": {"attention": {"tensor": tensor}, "experts": {"expert": expert}},
+    }  # fmt: skip
+    return tables, warnings
