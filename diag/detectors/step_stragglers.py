@@ -52,9 +52,9 @@ def waiting_modules(log: EventLog, artefacts: Artefacts) -> frozenset[str]:
     return TENSOR_PARALLEL if tensor is not None and tensor > 1 else frozenset()
 
 
-def judged(job: Job, artefacts: Artefacts) -> Finding:
-    """What there is to say about the ranks of a job that can be judged."""
-    slow = slow_ranks(job)
+def judged(job: Job, artefacts: Artefacts, slow: list[Slow] | None = None) -> Finding:
+    """What there is to say about the ranks of a job that can be judged, or about those found `slow` in it."""
+    slow = slow_ranks(job) if slow is None else slow
     if not slow:
         return _even(job)
     log = next(iter(job.logs.values()))

@@ -13,7 +13,7 @@ from typing import Literal
 
 from diag.schema import SEVERITY_ORDER, Finding
 
-#: Judgements in which a finding must stand before it is raised; 1 for those not named.
+#: Judgements in which a finding must stand before it is raised; 1 for those not named, and for what is sudden.
 CONFIRM = {"straggler": 3, "slow_node": 3, "slow_data_io": 3, "throughput_decay": 3, "periodic_stall": 3,
            "all_to_all_slow": 3, "moe_expert_imbalance": 3, "moe_token_drop": 3, "grad_module_imbalance": 3,
            "loss_oscillation": 3, "loss_plateau": 3, "loss_spike": 2, "loss_divergence": 2, "grad_explosion": 2,
@@ -75,14 +75,15 @@ class Alarms:
         return sorted((a for a in self.open if a.active),
                       key=lambda a: (-SEVERITY_ORDER[a.finding.severity], a.raised or 0.0))
 
-    def update(self, findings: Iterable[Finding], now: float, *, fresh: bool = True,
+    def update(self, findings: Iterable[Finding], now: float, *, judged: bool = True,
                since: PointsSince = lambda step: None) -> list[Change]:
-        """Take the findings of one judgement. `fresh`: there was something new to judge, beside the instant ones.
+        """Take the findings of this moment. `judged`: there was something new; else all but the instant ones are
+        those of before.
 
         The first judgement is of a past that nobody has to wait for: it needs no confirmation.
         """
         present = [f for f in findings if is_alarm(f) and not _over(f, since)]
-        first, self.judged = not self.judged and fresh, self.judged or fresh
+        first, self.judged = not self.judged and judged, self.judged or judged
         changes: list[Change] = []
         explained = {f.cause for f in findings if f.role == "victim"}
         for finding in present:
@@ -93,14 +94,14 @@ class Alarms:
                 alarm = Alarm(finding, now, patience=patience)
                 self.open.append(alarm)
             alarm.finding, alarm.absent = finding, 0
-            alarm.seen += fresh
+            alarm.seen += judged
             sure = first or finding.cause in INSTANT or finding.severity == "fatal"
-            if alarm.raised is None and (sure or alarm.seen >= CONFIRM.get(finding.cause, 1)):
+            if alarm.raised is None and (sure or alarm.seen >= _confirm(finding)):
                 alarm.raised = now
                 changes.append(Change("raised", now, alarm))
         for alarm in list(self.open):
             cause = alarm.finding.cause
-            if any(same(alarm.finding, f) for f in present) or not (fresh or cause in INSTANT):
+            if any(same(alarm.finding, f) for f in present) or not (judged or cause in INSTANT):
                 continue
             alarm.absent += 1
             if alarm.raised is None or cause in INSTANT or alarm.absent >= alarm.patience:
@@ -111,6 +112,10 @@ class Alarms:
                     self.past = [*self.past, alarm][-KEPT:]
                     changes.append(Change("cleared", now, alarm))
         return changes
+
+
+def _confirm(finding: Finding) -> int:
+    return 1 if finding.numbers.get("sudden") else CONFIRM.get(finding.cause, 1)
 
 
 def is_alarm(finding: Finding) -> bool:

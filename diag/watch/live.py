@@ -68,7 +68,8 @@ class Watch:
         self._online: dict[str, OnlineDetector] = {}
         self._nan: dict[str, int | None] = {}  # path -> step of a loss that is not finite, while it is the last one
         self._dirty = self._urgent = False
-        self._due = self._due_urgent = float("-inf")
+        self._due = self._due_urgent = self._due_ranks = float("-inf")
+        self._slow: list[Finding] = []
         self._settled = 0
 
     # -- a tick ----------------------------------------------------------------------------------------------------
@@ -85,17 +86,20 @@ class Watch:
         if not self.follower.behind:
             self.pulse.live = True
         self._settled = 0 if growth.changed else self._settled + 1
+        quiet = now - self.pulse.changed(growth.changed, now) >= QUIET_SECONDS
+        if growth.changed and self.judgements and now >= self._due_ranks:
+            self._urgent |= self._compare(now)
         judged = False
         if self._dirty and not self.follower.behind and now >= (self._due_urgent if self._urgent else self._due):
             self._judge(now)
             judged = True
-        elif not self.finished and not self._dirty and now - self.pulse.changed(growth.changed, now) >= QUIET_SECONDS:
+        elif quiet and not self.finished and not self._dirty:
             self.finished = self._says_done()
         found = [*self.findings]
         silent = None if self.finished or self.follower.behind else self.pulse.silence(now, self._events())
         if silent is not None:
             found.append(build_report([silent], inputs=[]).findings[0])
-        return self.alarms.update(found, now, fresh=judged, since=self._points_since)
+        return self.alarms.update(found, now, judged=judged, since=self._points_since)
 
     @property
     def ended(self) -> str | None:
@@ -164,15 +168,24 @@ class Watch:
         found = runs(self.artefacts)
         self.run = found[0] if found else None
         self.finished = self._ranks_ended()
-        self.jobs = recent_jobs(self.follower.tails.values(), self.artefacts)
         findings, _, _ = detect(self.artefacts, detectors())
-        latest = slow_now(self.jobs, self.artefacts)
-        causes = {finding.cause for finding in latest}
-        findings = [*latest, *(f for f in findings if f.cause not in causes and self._current(f))]
+        self._compare(None)
+        causes = {finding.cause for finding in self._slow}
+        findings = [*self._slow, *(f for f in findings if f.cause not in causes and self._current(f))]
         if not any(f.cause == "loss_nan" for f in findings):
             findings += self._not_finite()
         self.findings = build_report(correlate(findings, self.artefacts), inputs=[]).findings
         self.pulse.learn(self.run)
+
+    def _compare(self, now: float | None) -> bool:
+        """Compare the ranks over their latest steps; whether others are slow than before. Cheap, unlike judging."""
+        began = self.stopwatch()
+        before = [(finding.cause, finding.where.ranks) for finding in self._slow]
+        self.jobs = recent_jobs(self.follower.tails.values(), self.artefacts)
+        self._slow = slow_now(self.jobs, self.artefacts)
+        if now is not None:
+            self._due_ranks = now + (self.stopwatch() - began) / JUDGE_SHARE
+        return before != [(finding.cause, finding.where.ranks) for finding in self._slow]
 
     def _current(self, finding: Finding) -> bool:
         """Whether a finding about everything so far still says something about now."""

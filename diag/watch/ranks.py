@@ -1,24 +1,31 @@
 """The ranks side by side over their latest steps: what `diag.steps.ranks` does for a whole run, for the last minute.
 
 Over a long run a bin of the post-mortem holds hundreds of steps; here each measured step is a bin of its own, so that a
-rank that becomes slow is known after `LEAST_BINS` measurements.
+rank that becomes slow is known after `LEAST_BINS` measurements. One that becomes much slower than it was is known after
+`SUDDEN`: its own past says how much it scatters.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from itertools import pairwise
 from statistics import median
 
 from diag.artefacts import Artefacts
 from diag.artefacts.run_events import EventLog
 from diag.detectors.step_stragglers import judged, waiting_modules
 from diag.schema import Finding
-from diag.steps.ranks import ASIDE, EXCHANGES, LEAST_BINS, OWN_SPANS, SETTLING, Job
+from diag.steps.ranks import ASIDE, EXCHANGES, LEAST_BINS, OWN_SPANS, SETTLING, STEP_SHARE, Job, Slow
 from diag.watch.formats import EventsTail
 from diag.watch.tails import Tail
 
 #: Steps of the display's own comparison.
 SHOWN_STEPS = 8
+#: Measurements in a row that are so much and so many robust deviations above the rank's own past.
+SUDDEN, SUDDEN_RATIO, SUDDEN_SIGMAS = 3, 1.3, 6.0
+#: Measurements of a past that can be compared with.
+PAST = 8
 
 
 def recent_jobs(tails: Iterable[Tail], artefacts: Artefacts) -> list[Job]:
@@ -58,7 +65,43 @@ def _own(tail: EventsTail, step: int, timed: bool, waiting: frozenset[str]) -> d
 
 def slow_now(jobs: Iterable[Job], artefacts: Artefacts) -> list[Finding]:
     """Slow ranks of the latest steps, as `diag steps` would name them."""
-    return [found for job in jobs if (found := judged(job, artefacts)).severity != "info"]
+    found = []
+    for job in jobs:
+        finding = judged(job, artefacts)
+        if finding.severity == "info" and (slow := sudden(job)):
+            finding = judged(job, artefacts, slow)
+            finding.numbers["sudden"] = True
+        if finding.severity != "info":
+            found.append(finding)
+    return found
+
+
+def sudden(job: Job) -> list[Slow]:
+    """The ranks that have just become much slower than they were beside the others, the slowest first."""
+    if len(job.first) < PAST + SUDDEN:
+        return []
+    totals = {rank: [sum(phases.values()) for phases in bins] for rank, bins in job.own.items()}
+    others = {rank: [median(column) for column in zip(*(totals[r] for r in totals if r != rank), strict=True)]
+              for rank in totals}
+    if any(value <= 0 for values in (*totals.values(), *others.values()) for value in values):
+        return []
+    logs = {rank: [math.log(own / other) for own, other in zip(totals[rank], others[rank], strict=True)]
+            for rank in totals}
+    steps = [abs(b - a) for values in logs.values() for a, b in pairwise(values[:-SUDDEN])]
+    noise = 1.4826 * median(steps) / math.sqrt(2)
+    found = []
+    for rank, values in logs.items():
+        base = median(values[:-SUDDEN])
+        excess = median(totals[rank][i] - others[rank][i] for i in range(-SUDDEN, 0))
+        share = excess / max(median(job.step[-SUDDEN:]), excess, 1e-12)
+        if min(values[-SUDDEN:]) - base < max(math.log(SUDDEN_RATIO), SUDDEN_SIGMAS * noise) or share < STEP_SHARE:
+            continue
+        peers = [job.own[r] for r in totals if r != rank]
+        phases = {name: median(job.own[rank][i][name] - median(bins[i].get(name, 0.0) for bins in peers)
+                               for i in range(-SUDDEN, 0)) for name in job.own[rank][-SUDDEN]}
+        found.append(Slow(rank, math.exp(median(values[-SUDDEN:])), excess, share, job.first[-SUDDEN],
+                          max(phases, key=lambda name: phases[name]), phases, SUDDEN))
+    return sorted(found, key=lambda item: -item.excess)
 
 
 def slowest(jobs: Iterable[Job]) -> tuple[int, float, int] | None:
