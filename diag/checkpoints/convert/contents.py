@@ -211,7 +211,7 @@ def _read_record(contents: Contents, folder: Path) -> None:
         return
     if isinstance(record.get("facts"), dict):
         contents.facts |= {k: v for k, v in record["facts"].items() if k in FACTS and type(v) is int}
-    if isinstance(record.get("manifest"), dict):
+    if _is_manifest(record.get("manifest")):
         contents.manifest = record["manifest"]
     if contents.step is None and type(record.get("step")) is int:
         contents.step = record["step"]
@@ -229,13 +229,13 @@ def _gather_facts(contents: Contents, checkpoint: Checkpoint, folder: Path) -> N
             continue
         if not isinstance(found, dict):
             continue
-        if name == "manifest.json" and isinstance(found.get("model"), dict):
+        if name == "manifest.json" and _is_manifest(found):
             contents.manifest = found
             contents.family = "pdtrain"
             if contents.consumed is None and type(found.get("consumed")) is int:
                 contents.consumed = found["consumed"]
         sources.append(found)
-    if isinstance(contents.manifest.get("model"), dict):
+    if contents.manifest:
         model = contents.manifest["model"]
         sources += [model, model.get("mla") if model.get("attention") == "mla" else {}]
     for fact, names in FACTS.items():
@@ -243,9 +243,14 @@ def _gather_facts(contents: Contents, checkpoint: Checkpoint, folder: Path) -> N
             value = next((table[n] for n in names if isinstance(table, dict) and type(table.get(n)) is int), None)
             if value is not None:
                 contents.facts[fact] = value
-    if contents.manifest and contents.manifest.get("model", {}).get("attention") != "mla":
+    if contents.manifest and contents.manifest["model"].get("attention") != "mla":
         for fact in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
             contents.facts.pop(fact, None)
+
+
+def _is_manifest(value: Any) -> bool:
+    """Whether `value` has the parts of this trainer's manifest that are used here."""
+    return isinstance(value, dict) and isinstance(value.get("model"), dict) and isinstance(value.get("rows"), dict)
 
 
 def parse_facts(given: tuple[str, ...]) -> dict[str, int]:

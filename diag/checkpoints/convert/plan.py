@@ -12,9 +12,11 @@ import math
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any
 
 from diag.checkpoints.convert.recipe import Ints, Recipe
+from diag.errors import ArtefactError
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +127,17 @@ class Plan:
     carried: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    _names: set[str] = field(default_factory=set)
 
     def file(self, name: str) -> OutFile:
-        """A new file of the checkpoint."""
+        """A new file of the checkpoint. Raises `ArtefactError` for a name that leaves it: names come from strangers."""
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts or "\0" in name or "\\" in name:
+            raise ArtefactError(f"{name!r} would be written outside of the checkpoint; refused")
         made = OutFile(f"{self.home}/{name}" if self.home else name)
+        if made.name in self._names:
+            raise ArtefactError(f"{name}: two tensors would be written to the same file")
+        self._names.add(made.name)
         self.files.append(made)
         return made
 

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 
 def work(rank: int, world: int, root: str, tag: str, stage: int, out: str, universal: bool, store: str) -> None:
@@ -63,9 +64,8 @@ def work(rank: int, world: int, root: str, tag: str, stage: int, out: str, unive
     after = torch.tensor([engine(mine).item()])
     dist.all_reduce(after)
     if rank == 0:
-        with open(out, "w") as file:
-            json.dump({"flat": found, "steps": sorted(steps), "global_steps": engine.global_steps,
-                       "after": after.item()}, file)
+        Path(out).write_text(json.dumps({"flat": found, "steps": sorted(steps), "global_steps": engine.global_steps,
+                                         "after": after.item()}))
     dist.barrier()
     os._exit(0)
 
@@ -76,6 +76,6 @@ if __name__ == "__main__":
     root, tag, stage, world, out = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
     handle, path = tempfile.mkstemp()
     os.close(handle)
-    os.unlink(path)
+    Path(path).unlink()
     mp.start_processes(work, (world, root, tag, stage, out, "universal" in sys.argv[6:], path), nprocs=world,
                        start_method="spawn")
