@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 _L = TypeVar("_L")
 Bytes = npt.NDArray[np.uint8]
@@ -59,16 +60,16 @@ def field_of(line: bytes, start: int, end: int) -> Field | None:
 
 
 def values_of(matrix: Bytes, field: Field) -> Floats | None:
-    """The numbers [n] of one field in lines [n, length] whose digit columns are known to be digits or blanks."""
-    total = np.zeros(len(matrix))
+    """The numbers [n] of one field in lines [length, n] whose digit columns are known to be digits or blanks."""
+    total = np.zeros(matrix.shape[1])
     for column in field.digits:
         total *= 10.0
-        total += np.where(matrix[:, column] == 32, 0, matrix[:, column] - 48)
-    power = np.full(len(matrix), -field.fraction, dtype=np.int64)
+        total += np.where(matrix[column] == 32, 0, matrix[column] - 48)
+    power = np.full(matrix.shape[1], -field.fraction, dtype=np.int64)
     if field.exponent:
-        size = np.zeros(len(matrix), dtype=np.int64)
+        size = np.zeros(matrix.shape[1], dtype=np.int64)
         for column in field.exponent:
-            size = size * 10 + (matrix[:, column].astype(np.int64) - 48)
+            size = size * 10 + (matrix[column].astype(np.int64) - 48)
         power += field.exponent_sign * size
     if np.abs(power).max(initial=0) > 22:
         return None
@@ -125,26 +126,26 @@ def _like(data: Bytes, starts: Ints, first: bytes, places: list[tuple[int, int]]
         like[:] = False
         return like, None
     fields = [item for item in found if item is not None]
-    matrix = data[starts[:, None] + np.arange(len(first))]
+    matrix = sliding_window_view(data, len(first))[starts]
     pattern = np.frombuffer(first, dtype=np.uint8)
     digit = np.zeros(len(first), dtype=bool)
     for field in fields:
         digit[field.digits] = True
         digit[field.exponent] = True
-    like &= (matrix[:, ~digit] == pattern[~digit]).all(axis=1)
-    matrix = matrix[like]
+    like &= ~((matrix != pattern) & ~digit).any(axis=1)
+    matrix = np.ascontiguousarray(matrix[like].T)  # a column of digits is then a row in memory
     for field in fields:
-        blank_before = np.ones(len(matrix), dtype=bool)
-        good = np.ones(len(matrix), dtype=bool)
+        blank_before = np.ones(matrix.shape[1], dtype=bool)
+        good = np.ones(matrix.shape[1], dtype=bool)
         last = field.digits[-1] if field.digits else -1
         for column in field.digits:
-            cell = matrix[:, column]
+            cell = matrix[column]
             blank = cell == 32
             number = (cell >= 48) & (cell <= 57)
             good &= (blank & blank_before & (column != last)) | number
             blank_before &= blank
         for column in field.exponent:
-            cell = matrix[:, column]
+            cell = matrix[column]
             good &= (cell >= 48) & (cell <= 57)
         if not good.all():
             places_ = np.flatnonzero(like)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import struct
 import zlib
 
@@ -205,3 +206,38 @@ def test_readers_never_raise_on_random_damage() -> None:
                 bad[rng.randrange(len(bad))] = rng.randrange(256)
             reader.sniff(bytes(bad), "x")
             reader.read(memory_source(bytes(bad), "x"))
+
+
+def test_lines_read_by_columns_are_read_exactly() -> None:
+    rng = random.Random(3)
+    values = [(i, rng.uniform(0.001, 12), rng.choice([0.5, 12.25, 999.123]), 10.0 ** rng.randint(-5, 1))
+              for i in range(700)]
+    text = "".join(f" iteration {i:8d}/ 900 | lm loss: {loss:.6E} | grad norm: {norm:.3f} | learning rate: {lr:.3E} | "
+                   "number of skipped iterations:   0 | number of nan iterations:   0 |\n"
+                   for i, loss, norm, lr in values)
+    text = text.replace(f"lm loss: {values[650][1]:.6E}", "lm loss: nan")
+    table = read_table(memory_source((text[: len(text) // 4] + "\n" + text[len(text) // 4 :]).encode(), "run.log"))
+    assert [f"{v:.6E}" for i, v in enumerate(table.series["loss"].values) if i != 650] == \
+        [f"{v[1]:.6E}" for i, v in enumerate(values) if i != 650]
+    assert list(table.series["grad_norm"].values) == [v[2] for v in values]
+    assert list(table.series["learning_rate"].values) == [float(f"{v[3]:.3E}") for v in values]
+
+
+def test_like_lines_are_told_from_lines_that_differ_in_more_than_digits() -> None:
+    from diag.artefacts.line_columns import batches
+
+    rows = [f"step {i:4d} loss {i / 8:8.3f} lr {10.0 ** -(i % 9):.1E}" for i in range(400)]
+    rows[100] = "step  1x0 loss   12.500 lr 1.0E-01"
+    rows[200] = "step 1 00 loss   25.000 lr 1.0E-02"
+    pattern = re.compile(rb"step +(\d+) loss +([\d.]+) lr (\S+)")
+
+    def spans(line: bytes):
+        match = pattern.fullmatch(line)
+        return None if match is None else ("layout", [match.span(k) for k in (1, 2, 3)], [0, 1, 2])
+
+    seen = {}
+    for _, numbers, values in batches("\n".join(rows).encode() + b"\n", spans):
+        for k, number in enumerate(numbers.tolist()):
+            seen[number] = tuple(values[j][k] for j in range(3))
+    assert len(seen) > 350 and not {100, 200} & set(seen)
+    assert all(seen[i] == (i, i / 8 if (i * 125) % 1 == 0 else i, float(f"{10.0 ** -(i % 9):.1E}")) for i in seen)
