@@ -28,9 +28,10 @@ from diag.discover import open_file
 from diag.loss.findings import findings_of
 from diag.series import runs
 
-LINE = (" iteration {i:8d}/ 2000000 | consumed samples: {s:12d} | elapsed time per iteration (ms): {t:.1f} | throughput "
-        "per GPU (TFLOP/s/GPU): {f:.1f} | learning rate: 3.000000E-04 | global batch size:  1024 | lm loss: {loss:.6E} | "
-        "loss scale: 1.0 | grad norm: {g:.3f} | number of skipped iterations:   0 | number of nan iterations:   0 |\n")
+LINE = (" iteration {i:8d}/ 2000000 | consumed samples: {s:12d} | elapsed time per iteration (ms): {t:.1f} | "
+        "throughput per GPU (TFLOP/s/GPU): {f:.1f} | learning rate: 3.000000E-04 | global batch size:  1024 | "
+        "lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: {g:.3f} | "
+        "number of skipped iterations:   0 | number of nan iterations:   0 |\n")
 TIMERS = ("(min, max) time across ranks (ms):\n    forward-backward ...............: (9001.12, 9911.12)\n"
           "    optimizer ......................: (12.10, 13.20)\n") * 8
 
