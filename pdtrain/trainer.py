@@ -24,6 +24,7 @@ from pdtrain.parallel.meshes import create_meshes
 from pdtrain.parallel.parallelize import build_parallel_model
 from pdtrain.process import Place, StopRequest, joined_job
 from pdtrain.recorder import Recorder, prepare_environment, write_config, write_environment
+from pdtrain.recorder.snapshots import MemoryCapture
 from pdtrain.spikes import SpikeGuard, SpikeWatch
 from pdtrain.step import StepResult, TrainStep
 
@@ -89,6 +90,8 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
         elif place.leader:
             recorder.listeners.append(SpikeWatch(instruments.spike).row)
         step_once = TrainStep(resolved, model, optimizer, rows, data, meshes, place.device, recorder, guard)
+        memory = MemoryCapture(run_dir / "dumps", place.rank, place.device, entries=settings.memory_history_entries,
+                               steps=settings.memory_snapshot_steps, complain=recorder.complain)
         validation = data.validation(run.train.val_sequences) if run.train.val_sequences else None
         consumed, step, previous = start.consumed, start.step, None
         skipped_in_a_row = torch.zeros((), device=place.device)
@@ -108,7 +111,8 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
         while step < run.train.steps:
             began = time.perf_counter()
             lr = learning_rate(run.optimizer, step, run.train.steps)
-            result = step_once(consumed, lr, bool(stop_request))
+            with memory.step(step + 1, model, optimizer):
+                result = step_once(consumed, lr, bool(stop_request))
             step, consumed = step + 1, consumed + resolved.train_batch
             spike = result.spike
             if spike is None or spike.verdict.kind == "nan":

@@ -84,6 +84,11 @@ def _expandable_only(device: DeviceMemory) -> bool:
 
 
 def _peak(device: DeviceMemory) -> str:
+    if not isinstance(device.device, int):
+        kinds = ", ".join(f"{share.name} {size(share.bytes)}" for share in device.phases[:4])
+        fullest = f"; fullest inside {device.modules[0].name}" if device.modules else ""
+        return f"{size(device.peak_requested_bytes)} in use at the peak of the step" \
+            + (f" ({kinds})" if kinds else "") + f"{fullest}."
     if not device.events:
         when = "at the time of the snapshot (no history was recorded)"
     elif device.peak_index < 0:
@@ -137,12 +142,19 @@ def _evidence(snapshot: MemorySnapshot, device: DeviceMemory) -> Evidence:
         return Evidence(path=snapshot.path, rank=snapshot.rank,
                         text=f"event {oom.index:,} of {device.events:,}: oom, size {oom.requested_bytes:,}, "
                              f"device_free {free}")
+    if not isinstance(device.device, int):
+        return Evidence(path=snapshot.path, rank=snapshot.rank, text=snapshot.layout)
     return Evidence(path=snapshot.path, rank=snapshot.rank,
                     text=f"{device.events:,} events, {device.segments:,} segments; {snapshot.layout}")
 
 
 def numbers(snapshot: MemorySnapshot, device: DeviceMemory) -> dict[str, Any]:
     """The figures of the JSON contract, and those behind them. All in bytes."""
+    if not isinstance(device.device, int):  # module peaks: nothing is known of an allocator
+        return {"device": device.device, "peak_requested_bytes": device.peak_requested_bytes,
+                "peak_allocated_bytes": device.peak_allocated_bytes,
+                "at_peak": {"kinds": msgspec.to_builtins(device.phases),
+                            "modules": msgspec.to_builtins(device.modules[:200])}}
     found: dict[str, Any] = {
         "device": device.device, "peak_requested_bytes": device.peak_requested_bytes,
         "peak_allocated_bytes": device.peak_allocated_bytes, "peak_reserved_bytes": device.peak_reserved_bytes,
@@ -235,8 +247,15 @@ def _between_ranks(snapshots: Sequence[MemorySnapshot]) -> Iterator[Finding]:
     once = len({s.rank for s in known}) == len(known)
     for item in known:
         groups.setdefault("" if once else item.directory, []).append(item)
-    for members in groups.values():
-        fullest = [(m.rank or 0, max(m.devices, key=lambda d: d.peak_requested_bytes)) for m in members]
+    for group in groups.values():
+        best: dict[int, tuple[int, MemorySnapshot, DeviceMemory]] = {}
+        for item in group:  # of several moments of one rank the fullest
+            device = max(item.devices, key=lambda d: d.peak_requested_bytes)
+            entry = (device.peak_requested_bytes, item, device)
+            if item.rank is not None and (item.rank not in best or entry[0] > best[item.rank][0]):
+                best[item.rank] = entry
+        members = [best[rank][1] for rank in sorted(best)]
+        fullest = [(rank, best[rank][2]) for rank in sorted(best)]
         found = compare.differing(fullest)
         if found is None:
             continue

@@ -41,6 +41,13 @@ def _device(snapshot: MemorySnapshot, device: DeviceMemory, width: int) -> Itera
     who = f"rank {snapshot.rank}, {name}" if snapshot.rank is not None else name
     peak = device.peak_requested_bytes
     yield "bold", printable(f"{who} · {snapshot.path} · {snapshot.layout}")
+    if not isinstance(device.device, int):
+        yield "", f"  {size(peak)} at the peak"
+        for title, shares in (("by kind", device.phases), ("fullest moment inside each module", device.modules)):
+            yield "dim", f"  {title}"
+            for share in shares[:2 * MAX_ROWS]:
+                yield "", f"     {_row(share.name, share.bytes, 0, peak, 2)}"
+        return
     yield "", (f"  requested {size(peak)}   allocated {size(device.peak_allocated_bytes)}   reserved "
                f"{size(device.peak_reserved_bytes)}   rounding {size(device.rounding_bytes)}   "
                f"(peaks; at the end {size(device.end_requested_bytes)}, {size(device.end_allocated_bytes)}, "
@@ -90,8 +97,8 @@ def _lines(owners: list[Owner], phase: str) -> list[Owner]:
 def _row(name: str, held: int, blocks: int, peak: int, indent: int = 0) -> str:
     share = held / max(peak, 1)
     bar = ("█" * round(share * BAR)).ljust(BAR, "·")
-    count = f"{blocks:,} block{'' if blocks == 1 else 's'}"
-    return f"{bar[:BAR - indent]} {100 * share:5.1f} % {size(held):>9}  {printable(name, 90)} ({count})"
+    count = f" ({blocks:,} block{'' if blocks == 1 else 's'})" if blocks else ""
+    return f"{bar[:BAR - indent]} {100 * share:5.1f} % {size(held):>9}  {printable(name, 90)}{count}"
 
 
 def _course(device: DeviceMemory, width: int) -> Iterator[tuple[str, str]]:

@@ -220,6 +220,10 @@ class Recorder(Section, frozen=True):
     module_times_every: Annotated[PositiveInt, Meta(description="steps between measurements of time/<module>")] = 5
     spans: Annotated[bool, Meta(description="write per-rank event spans")] = True
     flight_recorder_entries: Annotated[NonNegativeInt, Meta(description="collectives kept for a dump; 0: off")] = 2000
+    memory_history_entries: Annotated[NonNegativeInt, Meta(
+        description="CUDA allocator events kept for a memory snapshot, written when memory runs out; 0: off")] = 100_000
+    memory_snapshot_steps: Annotated[tuple[PositiveInt, ...], Meta(
+        description="steps of which a memory snapshot is written: the allocator's on CUDA, module peaks on CPU")] = ()
 
 
 class Pools(Section, frozen=True):
