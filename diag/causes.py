@@ -339,13 +339,19 @@ _SPECIFIC: dict[str, tuple[Link, ...]] = {
 }
 
 
+#: Numbers that go wrong do not make a job run into its time limit.
+_NUMBERS = ("loss_spike", "loss_divergence", "loss_resume", "loss_oscillation", "loss_plateau", "grad_", "moe_",
+            "learning_", "data_")
+
+
 def _graph() -> dict[str, tuple[Link, ...]]:
     graph: dict[str, tuple[Link, ...]] = {}
     for slug, row in CAUSES.items():
         links = list(_SPECIFIC.get(slug, ()))
         if tier(slug) > 1 and row.verdict in ("failed", "degraded"):
             known = {link.cause for link in links}
-            links += [Link(cause) for cause in sorted(WAITING) if cause not in known and cause != "teardown_hang"]
+            mute = {"teardown_hang"} | ({"scheduler_time_limit"} if slug.startswith(_NUMBERS) else set())
+            links += [Link(cause) for cause in sorted(WAITING) if cause not in known and cause not in mute]
         graph[slug] = tuple(links)
     for variant in ("cuda_oom", "cuda_oom_fragmentation", "cuda_oom_optimizer", "cuda_oom_shared_gpu"):
         graph[variant] += _links("exception_unknown", "peer_exception", "cuda_kernel_fault", "segfault", "code_error",

@@ -132,10 +132,19 @@ def leads(a: Finding, b: Finding) -> bool:
     serious = [SEVERITY_ORDER[f.severity] >= SEVERITY_ORDER["error"] for f in (a, b)]
     if serious[0] != serious[1]:
         return serious[0]
+    ended = [_ends_runs(f) for f in (a, b)]
+    if ended[0] != ended[1]:
+        return ended[0]
     order = before(a, b)
     if order is not None:
         return order
     return (tier(a.cause), a.confidence) > (tier(b.cause), b.confidence)
+
+
+def _ends_runs(finding: Finding) -> bool:
+    """Whether this kind of thing ends a run by itself, rather than making it bad."""
+    cause = CAUSES.get(finding.cause)
+    return finding.severity == "fatal" or cause is None or cause.verdict == "failed"
 
 
 def before(a: Finding, b: Finding) -> bool | None:

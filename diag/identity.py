@@ -100,11 +100,13 @@ def identify(logs: list[Log]) -> Identity:
     _from_nccl(logs, who)
     for log in logs:
         for block in summary_blocks(log):
+            who.ranks.add(block.rank)
+            if not block.host:
+                continue  # the head of the block is missing
             who.rank_of_local.setdefault((block.host, block.local), block.rank)
             who.rank_of_process.setdefault((block.host, block.pid), block.rank)
             who.host_of.setdefault(block.rank, block.host)
             who.hosts.add(block.host)
-            who.ranks.add(block.rank)
         for event in log.events:
             _from_event(event, log, who)
         if log.name_rank is not None:
@@ -218,8 +220,8 @@ def summary_blocks(log: Log) -> list[Block]:
                 fields = {}
             fields.update(event.groups)
             line = event.line
-            if event.rule == "torchrun-exitcode" and {"rank", "local", "host", "code", "pid"} <= fields.keys():
-                found.append(Block(rank=int(fields["rank"]), local=int(fields["local"]), host=fields["host"],
+            if event.rule == "torchrun-exitcode" and {"rank", "local", "code", "pid"} <= fields.keys():
+                found.append(Block(rank=int(fields["rank"]), local=int(fields["local"]), host=fields.get("host", ""),
                                    code=int(fields["code"]), pid=int(fields["pid"]), time=fields.get("time"),
                                    line=event.line, root=root and event.line > last))
                 fields = {}

@@ -14,6 +14,7 @@ from diag.logs.endings import (
     planned_exit,
     saved_after,
     silence,
+    silent_failure,
 )
 from diag.logs.exceptions import exception_findings, others_wait
 from diag.logs.known import blamed, is_everybody, pick_evidence, signature_findings, subject_of
@@ -35,6 +36,8 @@ HOST_CAUSES = {"p2p_acs_iommu", "fabric_manager", "driver_mismatch", "shm_too_sm
                "killed_unconfirmed", "cuda_oom_shared_gpu", "node_failure"}
 #: Training that went on for this many steps after a line survived it.
 SURVIVED_STEPS = 3
+#: Ray prints an actor's fields below the line that says it died.
+ACTOR_LINES = 8
 #: Remarks beside a verdict.
 MAX_CONTEXT = 5
 _NUMERIC = {"loss_nan", "loss_spike", "loss_divergence", "loss_degenerate", "fp16_loss_scale_collapse", "slow_node",
@@ -70,9 +73,11 @@ def findings_of(view: View) -> list[Finding]:
             found.append(quiet)
             alive.append(quiet)
     if not alive:
-        promoted = promote(view)
+        promoted = promote(view) or [f for f in (silent_failure(view),) if f is not None]
         found.extend(promoted)
         alive = promoted
+    if alive and all(f.cause in _NUMERIC for f in alive):
+        found.extend(f for f in promote(view) if f.cause == "scheduler_time_limit")
     only = view.identity.only_host()
     for finding in found:
         if finding.cause in HOST_CAUSES and not finding.where.hosts and only is not None:
@@ -172,6 +177,9 @@ def promote(view: View) -> list[Finding]:
     best = max(items, key=lambda i: (i.rule.sure, -i.line))
     same = [i for i in items if i.rule.cause == best.rule.cause]
     hosts = blamed(view, same)[1] if best.rule.id == "slurm-cancelled" else []
+    if best.rule.id == "ray-actor-died":
+        near = [i for i in view.of("ray-actor-address") if i.log is best.log and 0 < i.line - best.line <= ACTOR_LINES]
+        hosts = [near[0].groups["host"]] if near else []
     finding = Finding(cause=best.rule.cause or "unexplained_end", severity="error", confidence=best.rule.sure,
                       summary=_sentence(best), where=Where(hosts=hosts, time=same[0].evidence().time),
                       evidence=pick_evidence(same))

@@ -41,7 +41,7 @@ def exits(view: View) -> list[Exit]:
     found: list[Exit] = []
     who = view.identity
     for index, block in view.blocks:
-        found.append(Exit(block.code, block.rank, block.host, Place(index, block.line)))
+        found.append(Exit(block.code, block.rank, block.host or None, Place(index, block.line)))
     for item in view.of("agent-failed", "deepspeed-exit"):
         local = item.groups.get("local")
         rank = who.rank_from_local(int(local), item.host) if local is not None else None
@@ -62,6 +62,8 @@ def exits(view: View) -> list[Exit]:
 def attach_exits(view: View, finding: Finding) -> None:
     """Put the ranks and hosts that launchers report into a finding about a signal."""
     fitting = [e for e in exits(view) if SIGNALS.get(e.code) == finding.cause]
+    if not fitting and finding.cause == "segfault":
+        fitting = [e for e in exits(view) if e.code in (-6, 134)]
     if not fitting:
         return
     attempts: list[set[int]] = []
@@ -86,6 +88,26 @@ def attach_exits(view: View, finding: Finding) -> None:
     if not same:
         finding.summary += " (another rank at each attempt)"
         finding.numbers["ranks_by_attempt"] = [sorted(r) for r in named]
+
+
+def silent_failure(view: View) -> Finding | None:
+    """A launcher names the rank that failed first with an ordinary exit status; what that rank said is not here."""
+    first = next((e for e in exits(view) if 0 < e.code < 126), None)
+    blocks = [block for _, block in view.blocks if block.root and 0 < block.code < 126]
+    ranks = sorted({block.rank for block in blocks}) if len({block.rank for block in blocks}) == 1 else []
+    if first is None or (first.item is None and not blocks):
+        return None
+    index, line = first.place.log, first.place.line
+    proof = [first.item.evidence()] if first.item is not None else [
+        i.evidence() for i in view.of("torchrun-rank", "torchrun-exitcode")
+        if i.place.log == index and line - 4 <= i.line <= line][:3]
+    ranks = ranks or ([first.rank] if first.rank is not None and not blocks else [])
+    hosts = sorted({block.host for block in blocks if block.host})
+    who = subject_of(ranks, hosts if len(hosts) == 1 else []) or "One rank"
+    return Finding(cause="exception_unknown", severity="error", confidence=0.5, evidence=proof,
+                   where=Where(ranks=ranks, hosts=hosts if len(hosts) == 1 else []),
+                   summary=f"{who} ended first, with exit status {first.code}; what it printed is not among these "
+                           "lines: look for its own log")
 
 
 def jit_lock(view: View) -> Finding | None:

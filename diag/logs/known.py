@@ -12,6 +12,8 @@ from diag.schema import SEVERITY_ORDER, Evidence, Finding, Severity, Where
 from diag.signatures import format_says
 
 MAX_EVIDENCE = 6
+ANALYSER = {"flight-analyser-missing", "flight-analyser-culprit"}
+_ANALYSED = re.compile(r"missing ranks: \{[\d, ]+\}|Culprit rank \d+")
 #: Rules that only say "a mistake in some program"; `exceptions` decides what they mean.
 GENERIC = {"attribute-bug", "torch-api-bug", "fsdp-mixed", "division-config", "ckpt-permission", "network-download"}
 #: A cause that this share of all known ranks reports is nobody's own fault.
@@ -84,8 +86,13 @@ def blamed(view: View, items: Iterable[Item]) -> tuple[list[int], list[str], lis
     ranks: set[int] = set()
     hosts: set[str] = set()
     gpus: set[str] = set()
+    pairs: set[int] = set()
     who = view.identity
     for item in items:
+        if item.rule.id == "duplicate-gpu":
+            pairs.update((int(item.groups["a"]), int(item.groups["b"])))
+        if item.rule.id in ANALYSER:  # it has seen every rank: its answer stands, however many they are
+            pairs.update(int(n) for found in _ANALYSED.findall(item.event.text) for n in re.findall(r"\d+", found))
         groups, blames = item.groups, item.rule.blames
         if blames == "job":
             continue
@@ -100,8 +107,9 @@ def blamed(view: View, items: Iterable[Item]) -> tuple[list[int], list[str], lis
             ranks.update(who.gpu_ranks(groups["gpu"], host))
         if host is not None and blames in ("rank", "host", "gpu", "reporter"):
             hosts.add(host)
-    if is_everybody(view, ranks):
+    if not pairs and is_everybody(view, ranks):
         return [], (sorted(hosts) if len(hosts) == 1 and not who.one_host() else []), sorted(gpus)
+    ranks |= pairs
     for rank in ranks:
         if rank in who.host_of:
             hosts.add(who.host_of[rank])

@@ -30,7 +30,8 @@ def waiting_findings(view: View) -> list[Finding]:
     early = left_early(view)
     if early is not None:
         return [early]
-    for make in (desync_finding, timeout_finding, unique_id_finding, barrier_finding, gloo_finding, horovod_finding):
+    for make in (desync_finding, timeout_finding, unique_id_finding, barrier_finding, gloo_finding, horovod_finding,
+                 first_process_finding):
         finding = make(view)
         if finding is not None:
             finding = refine(view, finding)
@@ -67,7 +68,8 @@ def refine(view: View, finding: Finding) -> Finding:
         finding.summary = f"{who} was still busy (\"{_short(item)}\") when the others' timeout ran out"
         finding.evidence = [*finding.evidence[:4], *pick_evidence([item])][:7]
         return finding
-    vague = finding.cause in ("collective_mismatch", "hang_undetermined") and finding.confidence < 0.8
+    vague = finding.cause in ("collective_mismatch", "collective_missing_rank", "hang_undetermined") and \
+        finding.confidence < 0.8 and not (finding.cause == "collective_missing_rank" and finding.where.ranks)
     if vague and end is not None:
         finding.cause, finding.confidence = "uneven_batches", 0.62
         finding.summary = f"A rank waits in a small collective at the end of its batches; its peers had fewer or " \
@@ -155,6 +157,18 @@ def _small(view: View) -> bool:
 
 def _short(item: Item) -> str:
     return item.event.text.strip()[:70]
+
+
+def first_process_finding(view: View) -> Finding | None:
+    """A rank that failed while it waited for the main process, which goes first: rank 0 was still at work."""
+    frames = [i for i in view.by_rule.get("main-process-first", ()) if i.rank != 0]
+    work = [i for i in view.of("prep-work") if frames and i.rank in (0, None)
+            and i.place.before(frames[0].place) is not False]
+    if not frames or not work:
+        return None
+    return Finding(cause="slow_rank_work", severity="error", confidence=0.75, where=Where(ranks=[0]),
+                   summary=f"Rank 0 was still busy (\"{_short(work[-1])}\") when the ranks that wait for it gave up",
+                   evidence=pick_evidence([work[-1], *frames[:2]]))
 
 
 def unique_id_finding(view: View) -> Finding | None:

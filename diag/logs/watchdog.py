@@ -212,7 +212,8 @@ def _all_wait(view: View, timed: list[Waiter]) -> Verdict:
     first_ever = all((w.at or 0) <= 1 and (w.completed is None or w.completed <= 0) for w in timed) and \
         any(w.at is not None for w in timed)
     ranks = sorted(w.rank for w in timed)
-    complete = view.world is not None and len(ranks) >= view.world
+    size = view.world or _gathered(timed)
+    complete = size is not None and len(ranks) >= size
     if complete and first_ever:
         peers = view.of("chat-nccl-p2p")
         host = view.identity.only_host()
@@ -231,7 +232,17 @@ def _all_wait(view: View, timed: list[Waiter]) -> Verdict:
     if len(timed) == 1 and view.world == 2:
         other = 1 - ranks[0]
         return "collective_mismatch", [other], 0.5, f"Rank {other} never joined the collective", []
-    return "collective_mismatch", [], 0.4, "A collective timed out; who is missing cannot be seen here", []
+    return "collective_missing_rank", [], 0.4, "A collective timed out; who is missing cannot be seen here", []
+
+
+def _gathered(timed: list[Waiter]) -> int | None:
+    """The size of the group as an all-gather shows it: the output is that many inputs."""
+    for waiter in timed:
+        for item in waiter.items:
+            taken, given = item.groups.get("numel"), item.groups.get("numel_out")
+            if taken and given and "GATHER" in (waiter.op or "") and int(taken) and int(given) % int(taken) == 0:
+                return int(given) // int(taken)
+    return None
 
 
 def _merge(first: list[Evidence], second: list[Evidence]) -> list[Evidence]:
