@@ -27,6 +27,8 @@ RECORD = "pdtrain_reshard.json"
 RECORD_FORMAT = "pdtrain.reshard/1"
 #: The folder below a Hugging Face model where this converter puts the optimizer's states.
 STATES_FOLDER = "optimizer"
+#: Checks about what a checkpoint may lack without any harm to its weights and optimizer states.
+NOT_WEIGHTS = ("loader state", "rng")
 _KEY = re.compile(r"\.(?P<key>max_exp_avg_sq|momentum_buffer|acc_delta|square_avg|mu|nu)$")
 _BOOKKEEPING = re.compile(r"(?:^|\.)(?:optim|common|shared|group\.|state_dict)")
 #: Facts about the model under the names that trainers give them -> ours.
@@ -119,7 +121,7 @@ def home_of(checkpoint: Checkpoint) -> Path:
 
 
 def _refuse_damaged(checkpoint: Checkpoint, path: Path) -> None:
-    errors = [p for p in checkpoint.problems if p.severity == "error"]
+    errors = [p for p in checkpoint.problems if p.severity == "error" and p.check not in NOT_WEIGHTS]
     if errors:
         more = f", and {len(errors) - 1:,} more" if len(errors) > 1 else ""
         raise ArtefactError(f"{path}: is damaged: {errors[0].text}{more}; `pdtrain diag ckpt verify {path}` says all")

@@ -87,7 +87,7 @@ class Family:
 
 
 def families(extra: tuple[Path, ...] = ()) -> dict[str, Family]:
-    """Every table, the user's own replacing those of the same name. Raises `UsageError` with file and row."""
+    """Every table; the user's own extend those of the same name. Raises `UsageError` with file and row."""
     found = {}
     for entry in sorted(resources.files("diag.checkpoints.convert").joinpath("mappings").iterdir(),
                         key=lambda e: e.name):
@@ -100,8 +100,11 @@ def families(extra: tuple[Path, ...] = ()) -> dict[str, Family]:
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--mapping {path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
         family = _parse(str(path), text)
-        if family.name in found and not any(True for r in family.rows if r.name == "*"):
-            family = replace(family, rows=(*family.rows, *found[family.name].rows))
+        known = found.get(family.name)
+        if known is not None:  # the user's rows come first; what he does not say stays
+            said = {key: getattr(family, key) for key in ("title", "model_key", "state_key", "master")
+                    if getattr(family, key) != Family.__dataclass_fields__[key].default}
+            family = replace(known, rows=(*family.rows, *known.rows), **said)
         found[family.name] = family
     return found
 

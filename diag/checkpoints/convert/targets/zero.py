@@ -15,7 +15,7 @@ from diag.checkpoints.convert.contents import Contents, Entry
 from diag.checkpoints.convert.layout import axes_of, tensor_slice
 from diag.checkpoints.convert.mapping import Family
 from diag.checkpoints.convert.pickles import Global, New, Stored
-from diag.checkpoints.convert.plan import Plan, Segment, Span, Zeros
+from diag.checkpoints.convert.plan import Plan, Segment, Span, Zeros, all_of
 from diag.checkpoints.convert.recipe import Recipe
 from diag.checkpoints.convert.targets import Options
 from diag.checkpoints.convert.targets.dcp import others
@@ -81,7 +81,7 @@ def _partitions(out: Plan, contents: Contents, entries: list[Entry], options: Op
         group: dict[str, Any] = {}
         if moments:
             if step is not None:
-                group["step"] = stored(step, f"step of rank {rank}")
+                group["step"] = Stored(step.dtype, (), [all_of(step)], step.nbytes, f"step of rank {rank}")
             for key in _MOMENTS:
                 group[key] = _flat([e.states[key] for e in entries], low, high, length, f"{key} of rank {rank}")
         state = {
