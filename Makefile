@@ -16,7 +16,7 @@ test: $(READY) lint  ## lint, types and the test suite (with a seeded sample of 
 
 acceptance: $(READY) lint  ## every test, the long ones included, and labelled cases where CASES has them
 	$(BIN)/python -m pytest --all
-	if test -f $(CASES)/score.py; then PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python $(CASES)/score.py --kind log; fi
+	if test -f $(CASES)/score.py; then PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python $(CASES)/score.py; fi
 
 lint: $(READY)
 	$(BIN)/ruff check .
