@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from pdtrain.plan.setup import Options, Setup
 
 TABLE = {
+    "sweep": ("pdtrain.commands.plan:sweep", "Every legal layout for N devices, ranked; why the others are not."),
+    "advise": ("pdtrain.commands.plan:advise", "What to change first, and what it buys."),
+    "shrink": ("pdtrain.commands.plan:shrink", "The small model of the same skeleton, as a one-node configuration."),
+    "exact": ("pdtrain.commands.plan:exact", "Build the real model on the meta device and count, rank by rank."),
     "budget": ("pdtrain.commands.plan:budget", "Days for a token budget on a cluster of given peak and MFU."),
 }
 #: What `pdtrain plan CONFIG` without a subcommand runs.
@@ -127,6 +131,96 @@ def layout(**given: Any) -> int:
     found = estimate(asked.setup(), asked.hardware, asked.memory, asked.tokens)
     click.echo(json.dumps(as_json(found)) if asked.as_json else text(found))
     return 0
+
+
+@click.command()
+@_shared
+@click.option("--trainable", is_flag=True, help="Only layouts that pdtrain trains today.")
+@click.option("--rows", metavar="N", type=click.IntRange(min=1), default=20, show_default=True)
+@click.option("--plot", metavar="FILE", type=click.Path(path_type=Path), help="Step time against memory, as PNG.")
+def sweep(trainable: bool, rows: int, plot: Path | None, **given: Any) -> int:
+    """Every legal layout for --gpus devices, by predicted step time within memory; why the others are out."""
+    from pdtrain.plan import sweep as sweeps
+
+    asked = _Request(given, needs_gpus=True)
+    found = sweeps.sweep(
+        asked.run, asked.options, asked.hardware, asked.memory, trainable=trainable, progress=_progress("layouts")
+    )
+    if plot is not None:
+        from pdtrain.plan.plot import pareto
+
+        pareto(found, plot)
+    click.echo(json.dumps(sweeps.as_json(found)) if asked.as_json else "\n".join(sweeps.text(found, rows)))
+    return 0
+
+
+@click.command()
+@_shared
+def advise(**given: Any) -> int:
+    """What to change first in a layout and what it buys, one change at a time; and when not to separate."""
+    from pdtrain.plan import advise as advisor
+    from pdtrain.plan.estimate import estimate
+
+    asked = _Request(given)
+    found = advisor.advise(estimate(asked.setup(), asked.hardware, asked.memory, asked.tokens))
+    click.echo(json.dumps(advisor.as_json(found)) if asked.as_json else "\n".join(advisor.text(found)))
+    return 0
+
+
+@click.command()
+@_shared
+@click.option("--nproc", metavar="N", type=click.IntRange(min=1), default=8, show_default=True, help="Devices.")
+def shrink(nproc: int, **given: Any) -> int:
+    """Print the configuration of the small model with the same skeleton on one node, ready for `pdtrain train`."""
+    import msgspec
+
+    from pdtrain.config import to_toml
+    from pdtrain.plan.shrink import comment
+    from pdtrain.plan.shrink import shrink as smaller
+
+    asked = _Request(given)
+    small = smaller(asked.run, nproc)
+    if asked.as_json:
+        click.echo(json.dumps({"schema": "pdtrain.shrink/1", "run": msgspec.to_builtins(small)}))
+    else:
+        click.echo("\n".join([*comment(asked.run, small, asked.name), to_toml(small)]), nl=False)
+    return 0
+
+
+@click.command()
+@_shared
+def exact(**given: Any) -> int:
+    """Build the real model on the meta device for the full world and count parameter bytes, rank by rank.
+
+    Exit status 1 when the estimate differs from the model on any rank.
+    """
+    import importlib.util
+    from dataclasses import asdict
+
+    from diag.errors import MissingExtra
+
+    asked = _Request(given)
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtra("pdtrain plan exact", "train", "torch")
+    from pdtrain.plan import exact as counting
+
+    found = counting.exact(asked.setup())
+    if asked.as_json:
+        click.echo(json.dumps({"schema": "pdtrain.exact/1", "agrees": found.agrees} | asdict(found)))
+    else:
+        click.echo("\n".join(counting.text(found)))
+    return 0 if found.agrees else 1
+
+
+def _progress(noun: str) -> Callable[[int, int], None] | None:
+    """A counter on stderr, on a terminal only."""
+    if not sys.stderr.isatty():
+        return None
+
+    def show(done: int, total: int) -> None:
+        print(f"\r{done + 1:,} of {total:,} {noun}", end="\r" if done + 1 < total else "\r\033[K", file=sys.stderr)
+
+    return show
 
 
 @click.command()

@@ -48,12 +48,13 @@ def _materialise(modules: list[nn.Module], names: dict[Tensor, str], run: Run, d
     filled: dict[Tensor, nn.Parameter] = {}
     for owner in (inner for module in modules for inner in module.modules()):
         for key, parameter in list(owner.named_parameters(recurse=False)):
-            if not parameter.is_meta:
+            if not parameter.is_meta or parameter not in names:
                 continue  # belongs to a unit that is already sharded
             if parameter not in filled:  # a tied weight is met twice
                 values = torch.empty_like(parameter, device=device)
-                with torch.no_grad():
-                    local(values).copy_(_initial_local_value(parameter, names[parameter], run))
+                if device.type != "meta":  # where only shapes matter (pdtrain plan exact), nothing is drawn
+                    with torch.no_grad():
+                        local(values).copy_(_initial_local_value(parameter, names[parameter], run))
                 filled[parameter] = nn.Parameter(values)
             owner.register_parameter(key, filled[parameter])
         for key, buffer in list(owner.named_buffers(recurse=False)):

@@ -127,17 +127,16 @@ def traffic(setup: Setup, stage: Stage, hardware: Hardware) -> list[Traffic]:
         add("ring of keys and values", "CP", setup.cp, calls, volume, links.ring(setup.cp, setup.tp, volume, calls))
     if setup.ep > 1 and stage.moe:
         leaving, arriving = routed_rows(setup)
-        again = 2 if setup.whole_block else 0
+        again = 2.0 if setup.whole_block else 0.0
         calls = (4.0 + again) * stage.moe * batches
-        item = setup.itemsize("experts")
+        item: float = setup.itemsize("experts")
         first = setup.options.dispatch_bytes or item  # dispatch forward only: what comes back is summed
         passes = item * (3 + again / 2) + first * (1 + again / 2)
         volume = passes * stage.moe * batches * max(leaving, arriving) * h * (1 - 1 / setup.ep)
         timing = links.all_to_all(setup.ep, volume, calls, _crossing(setup))
         add("all-to-all (dispatch, combine)", "EP", setup.ep, calls, volume, timing)
     if setup.pp > 1:
-        chunks = setup.options.virtual
-        calls = 2.0 * batches * chunks
+        calls = 2.0 * batches * setup.options.virtual
         volume = calls * setup.local_tokens * h * c
         rate = links.network if setup.stage_ranks >= links.per_node else links.node
         add("send / receive", "PP", setup.pp, calls, volume, (1.0, volume / rate + calls * LATENCY))
