@@ -77,8 +77,9 @@ def clones(checkpoint: Checkpoint, _: Options, problems: list[Problem]) -> str:
             problems.append(Problem("experts differ", f"experts {a} and {b} of {family} hold the same weights: one was "
                                     "saved over the other", **where_of(second), cause="ckpt_bad_values"))
     for tensor in checkpoint.tensors.values():
-        if tensor.expert_axis == 0 and tensor.role in ("parameter", "master") and tensor.shape[0] > 1:
-            compared += tensor.shape[0]
+        axis = tensor.expert_axis
+        if axis in (0, 1) and tensor.role in ("parameter", "master") and tensor.shape[axis] > 1:
+            compared += tensor.shape[axis]
             _stacked_clones(checkpoint, tensor, problems)
     if not compared:
         raise NotApplicable("no experts among the names")
@@ -122,30 +123,32 @@ def _constant(checkpoint: Checkpoint, tensor: Tensor) -> bool:
 
 
 def _stacked_clones(checkpoint: Checkpoint, tensor: Tensor, problems: list[Problem]) -> None:
-    """Equal slices along the expert axis, where each chunk holds whole slices or equal parts of them."""
-    parts: dict[int, list[tuple[tuple[Any, ...], bytes, Chunk, Any]]] = defaultdict(list)
+    """Equal slices along the expert axis: axis 0, or axis 1 where layers are stacked on axis 0 (each by itself)."""
+    axis = tensor.expert_axis or 0
+    parts: dict[tuple[int, int], list[tuple[tuple[Any, ...], bytes, Chunk, Any]]] = defaultdict(list)
     for chunk in tensor.chunks:
-        if chunk.flat is not None:
-            return
-        array = readable(checkpoint, tensor, chunk)
+        array = None if chunk.flat is not None else readable(checkpoint, tensor, chunk)
         if array is None:
             return
-        for index in range(chunk.sizes[0]):
-            made = xxhash.xxh3_128()
-            update(made, array[index], HEAD_BYTES)
-            parts[chunk.offsets[0] + index].append(((chunk.offsets[1:], chunk.sizes[1:]), made.digest(), chunk,
-                                                    array[index]))
-    seen: dict[tuple[Any, ...], int] = {}
-    for number in sorted(parts):
-        pieces = sorted(parts[number], key=lambda p: p[0])
-        key = tuple((box, head) for box, head, _, _ in pieces)
-        if key not in seen:
-            seen[key] = number
+        for layer in range(chunk.sizes[0] if axis else 1):
+            for index in range(chunk.sizes[axis]):
+                piece = array[layer, index] if axis else array[index]
+                made = xxhash.xxh3_128()
+                update(made, piece, HEAD_BYTES)
+                place = (chunk.offsets[0] + layer if axis else 0, chunk.offsets[axis] + index)
+                box = (chunk.offsets[axis + 1 :], chunk.sizes[axis + 1 :])
+                parts[place].append((box, made.digest(), chunk, piece))
+    seen: dict[tuple[Any, ...], tuple[int, int]] = {}
+    for place in sorted(parts):
+        pieces = sorted(parts[place], key=lambda p: p[0])
+        key = (place[0], *((box, head) for box, head, _, _ in pieces))
+        first = seen.setdefault(key, place)
+        if first == place:
             continue
-        other = sorted(parts[seen[key]], key=lambda p: p[0])
+        other = sorted(parts[first], key=lambda p: p[0])
         same = all(np.array_equal(a[3], b[3]) for a, b in zip(other, pieces))
         if same and any((p[3].reshape(-1) != p[3].reshape(-1)[:1]).any() for p in pieces if p[3].size):
-            problems.append(Problem("experts differ", f"experts {seen[key]} and {number} of {tensor.name} hold "
-                                                      "the same "
-                                    "weights: one was saved over the other", **where_of(tensor, pieces[0][2]),
+            where = f" in layer {place[0]}" if axis else ""
+            problems.append(Problem("experts differ", f"experts {first[1]} and {place[1]} of {tensor.name}{where} hold "
+                                    "the same weights: one was saved over the other", **where_of(tensor, pieces[0][2]),
                                     cause="ckpt_bad_values"))

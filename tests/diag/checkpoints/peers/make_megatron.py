@@ -36,6 +36,11 @@ def work(rank: int, world: int, tp: int, ep: int, out: str, store: str) -> None:
     )
     spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
     model = GPTModel(config=config, transformer_layer_spec=spec, vocab_size=64, max_sequence_length=32)
+    # With one seed for all ranks, the local experts of every expert rank start alike.
+    torch.manual_seed(1 + parallel_state.get_expert_model_parallel_rank())
+    for name, parameter in model.named_parameters():
+        if "experts" in name:
+            parameter.data.normal_()
     state = model.sharded_state_dict(prefix="")
     state["iteration"] = 10
     state["args"] = {"tensor_model_parallel_size": tp}
