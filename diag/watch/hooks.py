@@ -117,7 +117,7 @@ def checked_url(url: str) -> str:
     """`url` when it is one that can be posted to. Raises `UsageError`."""
     try:
         parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         good = False
     if not good:
@@ -126,5 +126,5 @@ def checked_url(url: str) -> str:
 
 
 def host_of(url: str) -> str:
-    """The host of a URL: the rest may hold a secret."""
-    return urlsplit(url).hostname or "?"
+    """The host and port of a URL: the rest may hold a secret."""
+    return urlsplit(url).netloc.rpartition("@")[2] or "?"

@@ -16,7 +16,7 @@ from diag.artefacts import Artefacts
 from diag.artefacts.run_events import EventLog
 from diag.detectors.step_stragglers import judged, waiting_modules
 from diag.schema import Finding
-from diag.steps.ranks import ASIDE, EXCHANGES, LEAST_BINS, OWN_SPANS, SETTLING, STEP_SHARE, Job, Slow
+from diag.steps.ranks import AGREEING, ASIDE, EXCHANGES, LEAST_BINS, OWN_SPANS, SETTLING, STEP_SHARE, Job, Slow
 from diag.watch.formats import EventsTail
 from diag.watch.tails import Tail
 
@@ -24,8 +24,8 @@ from diag.watch.tails import Tail
 SHOWN_STEPS = 8
 #: Measurements in a row that are so much and so many robust deviations above the rank's own past.
 SUDDEN, SUDDEN_RATIO, SUDDEN_SIGMAS = 3, 1.3, 6.0
-#: Measurements of a past that can be compared with.
-PAST = 8
+#: Measurements of a past that can be compared with, and the most that the slow stretch may hold: then it is the past.
+PAST, LONGEST = 8, 40
 
 
 def recent_jobs(tails: Iterable[Tail], artefacts: Artefacts) -> list[Job]:
@@ -87,21 +87,37 @@ def sudden(job: Job) -> list[Slow]:
         return []
     logs = {rank: [math.log(own / other) for own, other in zip(totals[rank], others[rank], strict=True)]
             for rank in totals}
-    steps = [abs(b - a) for values in logs.values() for a, b in pairwise(values[:-SUDDEN])]
-    noise = 1.4826 * median(steps) / math.sqrt(2)
     found = []
-    for rank, values in logs.items():
-        base = median(values[:-SUDDEN])
-        excess = median(totals[rank][i] - others[rank][i] for i in range(-SUDDEN, 0))
-        share = excess / max(median(job.step[-SUDDEN:]), excess, 1e-12)
-        if min(values[-SUDDEN:]) - base < max(math.log(SUDDEN_RATIO), SUDDEN_SIGMAS * noise) or share < STEP_SHARE:
-            continue
-        peers = [job.own[r] for r in totals if r != rank]
-        phases = {name: median(job.own[rank][i][name] - median(bins[i].get(name, 0.0) for bins in peers)
-                               for i in range(-SUDDEN, 0)) for name in job.own[rank][-SUDDEN]}
-        found.append(Slow(rank, math.exp(median(values[-SUDDEN:])), excess, share, job.first[-SUDDEN],
-                          max(phases, key=lambda name: phases[name]), phases, SUDDEN))
-    return sorted(found, key=lambda item: -item.excess)
+    for rank in logs:
+        for latest in range(SUDDEN, min(len(job.first) - PAST, LONGEST) + 1):
+            if (base := _risen(rank, logs, latest)) is not None:
+                found.append(_described(job, rank, latest, totals[rank], others[rank], base))
+                break
+    return sorted((slow for slow in found if slow.share >= STEP_SHARE), key=lambda item: -item.excess)
+
+
+def _risen(rank: int, logs: dict[int, list[float]], latest: int) -> float | None:
+    """The rank's usual level before its `latest` measurements, when these lie far above it."""
+    past, now = logs[rank][:-latest], logs[rank][-latest:]
+    steps = [abs(b - a) for values in logs.values() for a, b in pairwise(values[:-latest])]
+    base = median(past)
+    limit = max(math.log(SUDDEN_RATIO), SUDDEN_SIGMAS * 1.4826 * median(steps) / math.sqrt(2))
+    above = [value - base for value in now]
+    agree = sum(value > limit / 2 for value in above) >= AGREEING * latest
+    clear = min(above) > limit if latest == SUDDEN else median(above) > limit
+    return base if clear and agree and median(above[-SUDDEN:]) > limit / 2 else None
+
+
+def _described(job: Job, rank: int, latest: int, own: list[float], others: list[float], base: float) -> Slow:
+    part = range(-latest, 0)
+    excess = median(own[i] - math.exp(base) * others[i] for i in part)
+    share = excess / max(median(job.step[-latest:]), excess, 1e-12)
+    peers = [bins for other, bins in job.own.items() if other != rank]
+    phases = {name: median(job.own[rank][i][name] - median(bins[i].get(name, 0.0) for bins in peers) for i in part)
+              for name in job.own[rank][-latest]}
+    ratio = median(own[i] / others[i] for i in part)
+    return Slow(rank, ratio, excess, share, job.first[-latest], max(phases, key=lambda name: phases[name]), phases,
+                latest)
 
 
 def slowest(jobs: Iterable[Job]) -> tuple[int, float, int] | None:
