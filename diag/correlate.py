@@ -30,6 +30,8 @@ def correlate(findings: list[Finding], artefacts: Artefacts) -> list[Finding]:
     """
     candidates = [f for f in findings if can_lead(f)]
     if not candidates:
+        candidates = [f for f in findings if standing(f)]
+    if not candidates:
         return findings
     roots = [b for b in candidates if not any(explains(a, b) for a in candidates if a is not b)] or candidates
     root = roots[0]
@@ -70,6 +72,11 @@ def can_lead(finding: Finding) -> bool:
     leads_ = cause is None or cause.verdict in ("failed", "degraded")
     return leads_ and finding.role not in ("context", "victim") and \
         SEVERITY_ORDER[finding.severity] >= SEVERITY_ORDER["warning"]
+
+
+def standing(finding: Finding) -> bool:
+    """A state of the machine that wants mending (`diag env`). It leads only where nothing happened that could."""
+    return bool(finding.numbers.get("standing")) and SEVERITY_ORDER[finding.severity] >= SEVERITY_ORDER["warning"]
 
 
 def _undetermined(finding: Finding) -> bool:

@@ -212,6 +212,8 @@ def verdict_of(findings: list[Finding], inputs: list[Input]) -> Verdict:
     root = next((f for f in findings if f.role == "root"), None)
     if root is not None:
         cause = CAUSES.get(root.cause)
+        if root.numbers.get("standing") and root.severity == "warning":
+            return "degraded"  # a machine that wants mending: nothing has failed of it yet
         ended = cause is None or cause.verdict == "failed" or root.severity == "fatal"
         return "failed" if ended else "degraded"
     unexplained = any(f.cause in CAUSES and CAUSES[f.cause].verdict == "unknown" for f in findings)
