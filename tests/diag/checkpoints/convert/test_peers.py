@@ -1,6 +1,6 @@
 """The real deepspeed and megatron-core load what was converted. Seen with deepspeed 0.19.8, megatron-core 0.16.1.
 
-They are heavy and pin their own versions, so they live in another environment: PDTRAIN_PEERS names its Python.
+They are heavy and pin their own versions, so they live in another environment: PDTRAIN_PEERS_PYTHON names its Python.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from diag.checkpoints.convert.reshard import Options, Wish, reshard
 from tests.diag.checkpoints.convert.samples import mixtral, write_hf
 
 HERE = Path(__file__).parent
-PYTHON = os.environ.get("PDTRAIN_PEERS", "")
+PYTHON = os.environ.get("PDTRAIN_PEERS_PYTHON", "")
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON, reason="PDTRAIN_PEERS names no Python with deepspeed and megatron-core"),
+    pytest.mark.skipif(not PYTHON, reason="PDTRAIN_PEERS_PYTHON names no Python with deepspeed and megatron-core"),
 ]
 
 
