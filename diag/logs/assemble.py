@@ -66,6 +66,7 @@ def findings_of(view: View) -> list[Finding]:
     found += [f for f in startup_findings(view) if f.confidence >= SURE_ABSENCE or not found]
     found = _merged(found + numeric_findings(view))
     survived(view, found)
+    told_to_end(found)
     alive = [f for f in found if SEVERITY_ORDER[f.severity] >= SEVERITY_ORDER["warning"]]
     if not [f for f in alive if f.cause not in ("scheduler_time_limit", "slow_node", "loss_spike")]:
         quiet = jit_lock(view) or silence(view)
@@ -140,6 +141,14 @@ def _merged(found: list[Finding]) -> list[Finding]:
             first.where.step = finding.where.step
         first.numbers = finding.numbers | first.numbers
     return result
+
+
+def told_to_end(found: list[Finding]) -> None:
+    """The signal at a time limit: programs print it at once, the scheduler's own line may come far below."""
+    if any(f.cause == "scheduler_time_limit" for f in found):
+        for finding in found:
+            if finding.cause == "preempted" and finding.numbers.get("signatures") == ["preempt-signal"]:
+                finding.severity, finding.role = "info", "victim"
 
 
 def survived(view: View, found: list[Finding]) -> None:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 #: A gradient norm is out of its way above so many times its median before, and so many scatters (of its log).
 NORM_FACTOR, NORM_SIGMA = 2.0, 6.0
+#: With one or two norms before it, whose scatter is not known.
+FEW_FACTOR = 10.0
 #: It led when it was so before the onset of the loss, within so many points of it.
 LEAD_POINTS = 10
 #: Points before that whose norms are normal.
@@ -54,7 +56,9 @@ def blame(run: Run, step: int, before: int, peak: int) -> Blame:
     norm = run.get("grad_norm")
     if norm is not None and (norm.values > 0).any():
         moved = departure(norm, step, peak)
-        found.norm_led = moved is not None and moved[0] < step
+        led = moved is not None and moved[0] < step
+        if led or (norm.steps < step).sum() > 2:  # from fewer norms nothing follows
+            found.norm_led = led
         if moved is not None:
             found.norm_step, found.norm_ratio = moved[0], round(moved[1], 2)
     modules = {name.removeprefix("grad_norm/"): departure(column, step, peak)
@@ -95,12 +99,14 @@ def departure(column: Column, step: int, peak: int) -> tuple[int, float] | None:
     if len(past) < 3:
         first = max(min(at - 1, len(values)), 0)
         past = values[:first]
-        if len(past) < 2:
-            return None
+        if len(past) < 1:
+            first, past = at, values[:at]
+            if len(past) < 1:
+                return None
     logs = np.log(past)
     level = float(np.median(logs))
     sigma = max(1.4826 * float(np.median(np.abs(logs - level))), 0.02)
-    bound = max(np.log(NORM_FACTOR), NORM_SIGMA * sigma)
+    bound = np.log(FEW_FACTOR) if len(past) < 3 else max(np.log(NORM_FACTOR), NORM_SIGMA * sigma)
     stop = int(np.searchsorted(steps, peak, side="right"))
     above = np.flatnonzero(np.log(values[first:stop]) - level > bound)
     if not len(above):

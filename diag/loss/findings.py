@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from diag.loss import signals
+from diag.loss import short, signals
 from diag.loss.blame import Blame, blame
 from diag.loss.events import Event, excursions
 from diag.loss.words import fix_of, sentence_of
@@ -57,14 +57,13 @@ def _column(run: Run, column: Column) -> list[Seen]:
     if nan is not None:
         found.append(_nan(run, column, nan))
     good = column.finite()
-    if len(good) < 3:
-        return found
-    if (good.values <= 0).any() and not (good.values >= 0).all():
+    main = column.name == "loss" or run.get("loss") is None
+    if len(good) >= 3 and (good.values <= 0).any() and not (good.values >= 0).all():
         blown = signals.blow_up(good)
         if blown is not None:
             found.append(_blow_up(run, good, blown))
         return found
-    nothing = signals.degenerate(good)
+    nothing = signals.degenerate(good) or short.zeroed(good) if main else None  # a loss beside the main one may be 0
     if nothing is not None:
         odd = run.get("grad_norm")
         later = odd.values[odd.steps >= good.steps[nothing.at]] if odd is not None else np.zeros(0)
@@ -72,8 +71,16 @@ def _column(run: Run, column: Column) -> list[Seen]:
             found.append(_degenerate(run, good, nothing))
         return found
     positive = good.take(good.values > 0)
-    if len(positive) < 4:
-        return found
+    if len(positive) >= 4:
+        found += _course(run, positive, begun=nan is not None)
+    if not found and main and (seen := _short(run, positive)) is not None:
+        found.append(seen)
+    return found
+
+
+def _course(run: Run, positive: Column, *, begun: bool) -> list[Seen]:
+    """What the course of a positive loss shows; slow things only where nothing else, as NaN (`begun`), was found."""
+    found: list[Seen] = []
     events = excursions(positive.steps, positive.values, from_start=_from_start(run, positive))
     events = [e for e in events if not _rough_start(run, positive, e)]
     resumes = _resumes(run, positive)
@@ -83,17 +90,15 @@ def _column(run: Run, column: Column) -> list[Seen]:
         if i not in jumped and not _replays_agree(run, positive, resume) and \
                 (drop := _drop(positive, resume)) is not None:
             found.append(_resume_drop(run, positive, *drop))
-    if not found and (lost := _lost_at_once(run, positive)) is not None:
-        found.append(lost)
-    if not found:
-        risen = signals.climb(positive.values)
-        if risen is not None:
-            found.append(_climbed(run, positive, risen))
-    if not found and column.name == "loss" and (flat := signals.plateau(positive)) is not None:
-        found.append(_plateau(run, positive, flat))
-    if not found and (swing := signals.oscillation(positive.values)) is not None:
-        found.append(_oscillation(run, positive, *swing))
-    return found
+    if found or begun:
+        return found
+    if (risen := signals.climb(positive.values)) is not None:
+        return [_climbed(run, positive, risen)]
+    if positive.name == "loss" and (flat := signals.plateau(positive)) is not None:
+        return [_plateau(run, positive, flat)]
+    if (swing := signals.oscillation(positive.values)) is not None:
+        return [_oscillation(run, positive, *swing)]
+    return []
 
 
 def _from_start(run: Run, column: Column) -> bool:
@@ -108,20 +113,27 @@ def _rough_start(run: Run, column: Column, event: Event) -> bool:
     return len(rest) >= 4 and float(np.median(rest[-3:])) < float(column.values[: event.onset].min())
 
 
-def _lost_at_once(run: Run, column: Column) -> Seen | None:
-    """A record so short that it has no course: from its first point it at least doubled, and never came back."""
-    values = column.values
-    if not 4 <= len(values) <= START_POINTS or values[0] < signals.SCRATCH_LOSS:
-        return None
-    peak = int(np.argmax(values))
-    if peak == 0 or values[peak] < 2 * values[0] or values[peak:].min() < values[0]:
-        return None
-    onset = int(np.argmax(values > 1.2 * values[0]))
-    event = Event("open" if values[-1] < 1.1 * values[0] else "divergence", onset, peak, None, float(values[0]), 1.0,
-                  float(values[peak] - values[0]), len(values) - onset, 1.0)
+def _short(run: Run, column: Column) -> Seen | None:
+    """What a record of few points shows that needs no history; told with little confidence."""
+    event = short.lost_at_once(run, column) or short.jump(run, column)
+    if event is None:
+        signal = short.beyond(run, column)
+        return None if signal is None else _beyond(run, column, signal)
     seen = _excursion(run, column, "loss_divergence" if event.kind == "divergence" else "loss_spike", [event])
     seen.finding.confidence = 0.6
+    if seen.finding.severity == "error" and float(column.values[event.peak]) < short.ALONE * event.level:
+        seen.finding.severity = "warning"
     return seen
+
+
+def _beyond(run: Run, column: Column, signal: signals.Signal) -> Seen:
+    summary = (f"The loss is {signal.before:.3g} from the first point shown to {signal.after:.3g} at the last, with a "
+               "gradient norm to match: the run diverged before this record begins")
+    finding = _made(run, column, list(range(min(3, len(column)))), "loss_divergence", "error", 0.65,
+                    {"kind": "not recovering", "level": signal.before, "last_step": int(column.steps[-1])},
+                    summary=summary)
+    finding.fix = fix_of("loss_divergence", run, int(column.steps[0]), Blame())
+    return Seen(finding, int(column.steps[0]))
 
 
 def _resumes(run: Run, column: Column) -> list[tuple[int, Resume]]:
@@ -234,11 +246,14 @@ def _blow_up(run: Run, column: Column, signal: signals.Signal) -> Seen:
 
 def _degenerate(run: Run, column: Column, signal: signals.Signal) -> Seen:
     at = _at(run, column, signal.at)
+    few = signal.note == "few"
     summary = "The loss is 0 from the beginning: no label is left to learn from" if signal.before == 0 else \
+        (f"The loss is printed as 0{at}, after {signal.before:.3g}: NaN that was left out of the mean, or a batch "
+         "without labels") if few else \
         (f"The loss fell from {signal.before:.3g} to {signal.after:.2g} within a step{at} and stayed there: the data "
          "or labels are degenerate")
     shown = list(range(signal.at, min(signal.at + SHOWN, len(column))))
-    finding = _made(run, column, shown, "loss_degenerate", "error", 0.7 if signal.before == 0 else 0.85,
+    finding = _made(run, column, shown, "loss_degenerate", "error", 0.6 if few else 0.7 if signal.before == 0 else 0.85,
                     {"last_step": int(column.steps[-1]), "level": signal.before}, summary=summary)
     return Seen(finding, int(column.steps[signal.at]))
 

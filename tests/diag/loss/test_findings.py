@@ -126,7 +126,11 @@ def test_the_loss_scale_that_falls_to_its_minimum_covers_the_spike() -> None:
 
 def test_a_rough_start_is_let_off_and_one_that_never_recovers_is_not() -> None:
     assert findings_of(run_of(loss=[11.6, 11.6, 10.6, 15.0, 11.8, 14.3, 9.2, 8.1, 7.6, 7.4, 7.3])) == []
-    assert only(run_of(steps=[10, 20, 30, 40, 50], loss=[14.1, 76.8, 40.0, 25.0, 17.0])).cause == "loss_divergence"
+    # warm-up and search of the scale in a public fp16 run of 64 GPUs: up, and coming down
+    assert findings_of(run_of(steps=[20, 30, 40, 50, 60], loss=[14.1, 76.8, 31.7, 21.1, 17.0])) == []
+    assert findings_of(run_of(steps=[1, 2, 3, 4], loss=[12.5, 12.5, 40.8, 39.0])) == []
+    stays = only(run_of(loss=[12.5, 12.5, 40.8, 41.0, 40.2, 41.1, 40.6, 40.9, 41.3, 40.8]))
+    assert (stays.cause, stays.severity) == ("loss_divergence", "warning") and stays.confidence <= 0.6
 
 
 def test_a_reward_loss_around_zero_is_judged_by_its_own_range() -> None:
