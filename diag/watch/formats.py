@@ -26,6 +26,8 @@ from diag.watch.tails import Growth, Point, Tail, WholeTail
 BLOCK = 2 << 20
 #: Of a long log that was there before, so much at its beginning and its end is searched for progress line by line.
 FULL_BEGIN, FULL_END = 1 << 20, 4 << 20
+#: A line that is longer than this and still grows is a progress bar.
+BAR_BYTES = 2048
 #: Progress kept of a log: the beginning, and the latest.
 FIRST_PROGRESS, LAST_PROGRESS = 500, 5000
 #: A traceback that may still be printed is waited for so long.
@@ -145,6 +147,11 @@ class LogTail(Tail):
             self.held, self.held_since = data[at:], now
             data = data[:at]
         self._scan(data, growth)
+
+    def whole(self, data: bytes) -> int:
+        """Whole lines; of a progress bar that redraws itself for long, its whole redraws."""
+        cut = super().whole(data)
+        return cut if cut or len(data) < BAR_BYTES else data.rfind(b"\r") + 1
 
     def settle(self, growth: Growth, now: float) -> None:
         if self.held and now - self.held_since >= HOLD_SECONDS:

@@ -108,6 +108,17 @@ def test_a_console_log_of_another_trainer(tmp_path: Path) -> None:
     assert "raised cuda_oom" in watched.ticks(4)
 
 
+def test_a_progress_bar_is_progress_before_its_line_ends(tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    append(path, "start\n")
+    watched = Watched(path)
+    for step in range(1, 200):
+        append(path, f"\rEpoch 1:  {step / 10:.0f}%|##   | {step}/1000 [00:{step % 60:02}<10:00, 1.0it/s, loss=2.5]")
+        watched.tick()
+    assert watched.watch.pulse.step is not None and watched.watch.pulse.step > 150
+    assert watched.changes == []
+
+
 def test_an_old_spike_is_history_and_a_new_one_is_not(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     bump = dict.fromkeys(range(150, 158), 7.0)
