@@ -151,7 +151,7 @@ def links(place: Place, gpu: Gpu) -> Iterator[Finding]:
 def state(place: Place, gpu: Gpu) -> Iterator[Finding]:
     """What the driver itself says of the GPU: unreadable, to be reset, fabric not up, compute prohibited."""
     if gpu.error:
-        lost = any(word in gpu.error.lower() for word in ("lost", "fallen", "unknown error"))
+        lost = any(word in gpu.error.lower() for word in ("lost", "fallen", "requires reset"))
         yield _say(place, gpu, "gpu_fell_off_bus" if lost else "gpu_hw_fault", "error" if lost else "warning",
                    f"does not answer: {gpu.error}", "error", gpu.error, confidence=0.85 if lost else 0.5)
     action = gpu.recovery_action or ("Reset" if gpu.reset_required else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,6 +27,11 @@ OF_THE_MACHINE = frozenset({
     "nccl_net_plugin", "nccl_version_mismatch", "shm_too_small", "too_many_open_files", "node_failure", "wrong_nic",
     "segfault", "no_kernel_image", "input_unreadable", "hang_silent",
 })
+
+
+#: How the lines of a kernel log begin: dmesg (raw, -T, -x, --time-format iso), journalctl -k, /dev/kmsg, pstore.
+_KERNEL = re.compile(rb"^(?:<\d+>)?\[ *\d+\.\d{6}\]|^\[\w{3} \w{3} [ \d]\d [\d:]{8} \d{4}\] |^kern +:\w+ *:"
+                     rb"|\bkernel: |^\d,\d+,\d+,[-c];|^\d{4}-\d\d-\d\dT[\d:,.+]+ (?:NVRM|nvidia|\w+\[\d+\])", re.M)
 
 
 def live(checkpoint: str | None = None, *, save: str | None = None, ranks: int | None = None,
@@ -76,9 +82,18 @@ def saved(paths: Iterable[str | Path], *, signatures: Path | None = None, progre
     if not items:
         raise UsageError(f"{', '.join(names[:5])}: {notes[0] if notes else 'empty; nothing to read'}")
     artefacts = Artefacts(items)
+    texts = [item for item in items if isinstance(item, Log)]
+    kernels = {source.path for source in sources if not isinstance(source, Unreadable)
+               and _KERNEL.search(source.head)}
+    other = [item.path for item in texts if item.path not in kernels]
     present = [d for d in chosen if all(artefacts.of(kind) for kind in d.needs)]
     findings, not_checked, ran = detect(artefacts, present)
     findings = [_with_action(f) for f in findings if "standing" in f.numbers or f.cause in OF_THE_MACHINE]
+    if other:
+        notes = [*notes, f"{', '.join(other[:3])}{' and more' if len(other) > 3 else ''}: no output that is known here; "
+                 "only searched for lines that speak of hardware"]
+        if len(other) == len([item for item in items if not isinstance(item, Unreadable)]):
+            ran, not_checked = 0, [f"{len(other)} text{'s' if len(other) > 1 else ''} of no known kind"]
     findings = correlate(findings, artefacts) + list(_damage(items))
     report = build_report(findings, inputs=[_input(item) for item in items], not_checked=[*not_checked, *notes],
                           checked=ran > 0)

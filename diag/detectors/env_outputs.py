@@ -1,0 +1,116 @@
+"""Saved outputs of nvidia-smi, ibstat and nccl-tests: the machine as somebody's tool described it.
+
+Sees: what `pdtrain diag env` sees of GPUs and ports on the live machine, by the same checks; NVLink topology; wrong or
+low results of nccl-tests where the hardware's floor is known. Cannot see: whether processes on a GPU are the job's own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from diag.artefacts import Artefact, Artefacts
+from diag.artefacts.ibstat import Ibstat
+from diag.artefacts.nccl_tests import NcclTests
+from diag.artefacts.nvidia_smi import NvidiaSmi
+from diag.artefacts.nvidia_smi_parts import Topology
+from diag.detectors import NotChecked, detector
+from diag.probes import hardware, host_checks_gpu, host_checks_network
+from diag.probes.host_facts import HostFacts
+from diag.probes.host_words import Place, plural, size
+from diag.schema import Evidence, Finding, Where
+
+#: Links of fewer GPUs than this have no majority.
+LEAST_GPUS = 4
+
+
+@detector("env", needs=NvidiaSmi, subject="output of nvidia-smi")
+def env_nvidia_smi(artefacts: Artefacts) -> Iterator[Finding | NotChecked]:
+    """GPUs and topology of every file."""
+    for item in artefacts.of(NvidiaSmi):
+        place = Place(HostFacts(gpus=item.gpus, driver=item.driver, driver_cuda=item.cuda), item.path, live=False)
+        for line, text in item.failures:
+            lost = "device handle" in text or "lost" in text
+            yield place.finding("gpu_fell_off_bus" if lost else "driver_mismatch", "error", f"nvidia-smi says: {text}",
+                                at="nvidia-smi", text=text, line=line)
+        if item.gpus:
+            yield from host_checks_gpu.check(place)
+        for topology in item.topologies:
+            yield from odd_links(place, topology)
+        yield _seen(item, _gpus(item))
+
+
+def odd_links(place: Place, topology: Topology) -> Iterator[Finding]:
+    """Pairs of GPUs without NVLink, or with fewer links, where most pairs of the host have them."""
+    if topology.gpus < LEAST_GPUS or not topology.pairs:
+        return
+    usual, count = Counter(topology.pairs.values()).most_common(1)[0]
+    if not usual.startswith("NV") or count <= len(topology.pairs) * 2 // 3:
+        return
+    odd = {pair: cell for pair, cell in topology.pairs.items()
+           if cell != usual and (not cell.startswith("NV") or int(cell[2:]) < int(usual[2:]))}
+    if not odd:
+        return
+    shares = Counter(gpu for pair in odd for gpu in pair)
+    worst, times = shares.most_common(1)[0]
+    named = f"GPU {worst}" if times >= max(2, len(odd) // 2) and times > min(shares.values()) else \
+        ", ".join(f"GPU {a}-{b}" for a, b in sorted(odd) if a < b)[:80]
+    first = min(odd)
+    yield place.finding("nvlink_error", "warning", f"{named}: {odd[first]} where the other pairs of the host have "
+                        f"{usual}", at="nvidia-smi topo -m", text=f"GPU{first[0]} to GPU{first[1]}: {odd[first]}",
+                        line=topology.rows.get(first[0]), gpus=[str(worst)], confidence=0.85, pairs=len(odd) // 2)
+
+
+def _gpus(item: NvidiaSmi) -> str:
+    names = Counter(gpu.name or "GPU" for gpu in item.gpus)
+    words = ", ".join(f"{count} × {name}" for name, count in names.items())
+    topologies = f"{plural(len(item.topologies), 'topology') if len(item.topologies) == 1 else ''}" \
+                 f"{f'{len(item.topologies)} topologies' if len(item.topologies) > 1 else ''}"
+    return ", ".join(part for part in (words, f"driver {item.driver}" if item.driver else "", topologies) if part)
+
+
+@detector("env", needs=Ibstat, subject="output of ibstat")
+def env_ibstat(artefacts: Artefacts) -> Iterator[Finding | NotChecked]:
+    """Ports of every file."""
+    for item in artefacts.of(Ibstat):
+        place = Place(HostFacts(ib=item.ports), item.path, live=False)
+        for line, text in item.failures:
+            yield place.finding("ib_hca_failure", "warning", f"ibstat could not go on: {text}", at="ibstat", text=text,
+                                line=line, confidence=0.7)
+        if item.ports:
+            yield from host_checks_network.ports(place, item.ports)
+        active = sum(port.state == "Active" for port in item.ports)
+        yield _seen(item, f"{active} of {plural(len(item.ports), 'port')} active")
+
+
+@detector("env", needs=NcclTests, subject="results of nccl-tests")
+def env_nccl_tests(artefacts: Artefacts) -> Iterator[Finding | NotChecked]:
+    """Wrong numbers, and bandwidth against the floor of the hardware, where one is known."""
+    for item in artefacts.of(NcclTests):
+        place = Place(HostFacts(), item.path, live=False)
+        wrong = [row for row in item.rows if row.wrong]
+        if wrong or item.failed:
+            count = sum(row.wrong or 0 for row in wrong) or item.out_of_bounds or 0
+            yield place.finding("collective_wrong_result", "error", f"{item.operation or 'the collective'} returned "
+                                f"{count:,} wrong values", at="nccl-tests", text=f"#wrong {count}",
+                                line=wrong[0].line if wrong else None, confidence=0.95, wrong=count)
+        top = max(item.rows, key=lambda row: (row.bytes, row.bus))
+        words = f"{item.operation or 'unknown operation'} of {size(top.bytes)} on {len(item.devices)} GPUs reaches " \
+                f"{top.bus:g} GB/s (bus bandwidth)"
+        hosts, models = {host for _, host, _ in item.devices}, {name for _, _, name in item.devices}
+        floor = hardware.floor_of(models.pop(), item.operation, len(item.devices), top.bytes) \
+            if len(hosts) == 1 and len(models) == 1 else None
+        if floor is None:
+            yield NotChecked(f"bandwidth of {item.path}: floor unknown for this hardware, operation and size")
+        elif top.bus < floor.bus_bandwidth:
+            yield place.finding("bandwidth_low", "warning", f"{words}; sound {floor.model} shows at least "
+                                f"{floor.bus_bandwidth:g}", at="nccl-tests", text=f"busbw {top.bus}", line=top.line,
+                                bus_bandwidth=top.bus, floor=floor.bus_bandwidth, source=floor.source)
+        yield _seen(item, words)
+
+
+def _seen(item: Artefact, words: str) -> Finding:
+    """What a file describes, in one line; never a warning."""
+    return Finding(cause="host_checked", role="context", severity="info", confidence=1.0, where=Where(),
+                   summary=f"{item.path}: {words}", evidence=[Evidence(path=item.path, text=words)],
+                   numbers={"standing": True})
