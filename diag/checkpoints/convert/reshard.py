@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from diag.checkpoints import open_checkpoint
+from diag.checkpoints import open_checkpoint, verify
+from diag.checkpoints.canonical import Checkpoint
 from diag.checkpoints.convert import engine, mapping, targets
 from diag.checkpoints.convert.contents import NOT_WEIGHTS, Contents, Entry, load
 from diag.checkpoints.convert.engine import Limits, Progress, Result
@@ -20,6 +21,12 @@ _DEFAULT_NAMES = {"megatron": ("megatron", "megatron-layers"), "megatron-legacy"
 _HUGGING_FACE = ("mixtral", "qwen-moe", "deepseek")
 _READER = {"dcp": "dcp", "hf": "safetensors", "zero1": "deepspeed", "zero2": "deepspeed", "megatron": "megatron_dist",
            "megatron-legacy": "megatron_legacy", "universal": "universal"}
+
+#: Checks of `ckpt verify` that a conversion must pass, and those whose failure it inherits.
+_STRUCTURE = ("metadata", "nothing to execute", "paths stay inside", "files complete", "no stale shards", "index",
+              "headers", "names are unique", "element types", "every chunk has bytes", "byte ranges", "archives",
+              "sizes", "chunks tile", "CRC32")
+_CONTENT = ("experts complete", "experts differ", "optimizer complete", "steps equal", "moments", "not constant")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,6 +124,10 @@ def _rename(contents: Contents, wish: Wish, known: dict[str, Family]) -> tuple[d
                          "which with --from-names, or extend one with --mapping FILE")
     if source.name in wanted:
         return contents.entries, source
+    recorded = contents.source.checkpoints[0].meta.args
+    if source.name.startswith("megatron") and recorded.get("swiglu") is False and not recorded.get("gated_linear_unit"):
+        raise UsageError(f"{wish.source}: its arguments say that linear_fc1 is not gated (swiglu is off), and the "
+                         f"family {source.name} takes it for gate and up; describe it with --mapping FILE")
     problem: Exception | None = None
     for name in wanted:
         dropped = list(contents.dropped)
@@ -181,6 +192,7 @@ def _prove(folder: Path, plan: Plan, wish: Wish, result: Result) -> None:
         errors = [p for p in checkpoint.problems if p.severity == "error" and p.check not in NOT_WEIGHTS]
         if errors:
             raise ArtefactError(f"{folder}: what was written is not sound: {errors[0].text}; nothing was committed")
+        _second_opinion(checkpoint, plan, folder)
         for tensor in checkpoint.tensors.values():
             for chunk in (*tensor.chunks, *tensor.copies):
                 checkpoint.locate(tensor, chunk)
@@ -188,6 +200,20 @@ def _prove(folder: Path, plan: Plan, wish: Wish, result: Result) -> None:
     lost = [label for key, label in places.items() if key not in seen and not _flat(label)]
     if lost and wish.options.to in ("dcp", "hf", "universal"):
         raise ArtefactError(f"{folder}: {lost[0]} was written and is not found again; nothing was committed")
+
+
+def _second_opinion(checkpoint: Checkpoint, plan: Plan, folder: Path) -> None:
+    """What `ckpt verify` says: a fault of the structure is ours and refused, one of the content came with the source.
+
+    Raises `ArtefactError`.
+    """
+    for outcome in verify.verify(checkpoint, verify.Options(finite=False)):
+        errors = [p for p in outcome.problems if p.severity == "error"]
+        if errors and outcome.check in _STRUCTURE:
+            raise ArtefactError(f"{folder}: what was written is not sound ({outcome.check}): {errors[0].text}; nothing "
+                                "was committed")
+        if errors and outcome.check in _CONTENT:
+            plan.notes.append(f"`ckpt verify` objects, as it would to the source: {errors[0].text}")
 
 
 def _flat(label: str) -> bool:

@@ -69,7 +69,7 @@ def arguments(contents: Contents, options: Options) -> dict[str, Any]:
     known = {"num_layers": facts.get("layers"), "hidden_size": facts.get("hidden"),
              "num_attention_heads": facts.get("heads"), "num_query_groups": facts.get("kv_heads"),
              "kv_channels": facts.get("head_dim"), "consumed_train_samples": contents.consumed,
-             "iteration": contents.step or 0}
+             "iteration": contents.step or 0, "swiglu": True}  # the tables of Megatron's names are of gated FFNs
     degrees = {"tensor_model_parallel_size": options.tp, "pipeline_model_parallel_size": options.pp,
                "expert_model_parallel_size": options.ep}
     return {k: v for k, v in known.items() if v is not None} | degrees
