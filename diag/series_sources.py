@@ -234,8 +234,10 @@ def _collect(points: Sequence[Progress], steps: Sequence[int], base: int, pieces
 
 
 def vanished(values: dict[str, float]) -> bool:
-    """Whether a Megatron line without its loss means NaN: it counts NaN iterations, and no step was skipped."""
-    return "number_of_nan_iterations" in values and values.get("number_of_skipped_iterations", 0) == 0
+    """Whether a Megatron line without its loss means NaN: it counts NaN iterations, or has a scale that skips nothing
+    (the rest of the line may be cut off), and no step was skipped."""
+    counted = "number_of_nan_iterations" in values or values.get("loss_scale") == 1.0
+    return counted and values.get("number_of_skipped_iterations", 0) == 0
 
 
 def _others(progress: Sequence[Progress], chosen: Sequence[Progress], base: int, pieces: dict[str, Series],

@@ -41,10 +41,14 @@ _SETTING = re.compile(r"(?:accumulation|optimi[sz]ation|warm-?up|total|max|numbe
 _STEPPED = re.compile(r"step|update", re.I)
 _WORD = r"(?:loss|ce|ctc\w*|ppl|fer|nll|g(?:rad(?:ient)?[_-])?norm)"
 _WORD_VALUE = re.compile(rf"\b((?:[\w.-]{{0,60}}[_.-])?{_WORD}\w{{0,40}})\]?\s{{1,8}}({_NUMBER})(?![\w.])", re.I)
+#: "Loss is 1.31. Current learning rate is 0.046." (BigDL)
+_IS_VALUE = re.compile(rf"\b(loss|learning rate)\s{{1,4}}is\s{{1,4}}({_NUMBER})(?=\.?(?:[\s,;]|$))", re.I)
 #: A loss under any name, and a counter under any name: the last resort.
 _ANY_LOSS = re.compile(rf"([\w./-]{{0,60}}loss)[\"'\])]?\s{{0,8}}[:= ]\s{{0,8}}[\"']?({_NUMBER})(?![\w:%])", re.I)
 _ANY_COUNT = re.compile(r"(?<![\w./-])(\d+)\s?/\s?(\d+)(?![\w./-])|\b(?:epoch|ep|round|e)[\s:=#\[(]*(\d+)\b", re.I)
 _OTHER_SPLIT = re.compile(r"\b(?:eval\w*|valid\w*|val|test\w*|best|mean|average|final|dev)\b", re.I)
+#: "Step 14100 stats, val: loss = 3.3": the loss of another split under the plain name.
+_OTHER_LOSS = re.compile(r"\b(?:eval\w*|valid\w*|val|test\w*|dev)\s{0,3}[:\]|-]\s{0,3}loss\b", re.I)
 _METRIC = re.compile(r"loss|\bce\b|ctc|ppl|perplexity|nll|grad|\blr\b|learning.rate|tok|samples|speed|time|it/s|sec",
                      re.I)
 #: Cheap test that most lines fail.
@@ -113,6 +117,8 @@ def parse_line(text: str, style: Style = Style()) -> Progress | None:  # noqa: B
         return _made(text, style, int(m[1]), int(m[2]), _fields(text), "keras")
     if (m := _step(text)) and _METRIC.search(text):
         values = _fields(text) | _words(text)
+        if "loss" in values and _OTHER_LOSS.search(text):
+            values["val_loss"] = values.pop("loss")
         values = {k: v for k, v in values.items() if _METRIC.search(k.replace("_", " ")) or k in ("epoch", "skipped")
                   or "scale" in k or "mfu" in k or "flops" in k}
         if values:
@@ -159,7 +165,8 @@ def _fields(text: str) -> dict[str, float]:
 
 
 def _words(text: str) -> dict[str, float]:
-    return {_key(k): _float(v) for k, v in _WORD_VALUE.findall(text)}
+    found = {_key(k): _float(v) for k, v in _WORD_VALUE.findall(text)}
+    return found | {_key(k): _float(v) for k, v in _IS_VALUE.findall(text)} if " is " in text else found
 
 
 @lru_cache(maxsize=4096)

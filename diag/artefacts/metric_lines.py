@@ -230,10 +230,16 @@ def _fill(table: MetricTable, lines: Ints, steps: Ints, entries: Entries, family
 
 def _vanished(entries: Entries) -> None:
     """Lines that lost their loss field although no step was skipped are NaN (Megatron-LM prints no NaN)."""
-    counted, losses = entries.get("number_of_nan_iterations"), entries.get("loss")
-    if counted is None or losses is None or not len(losses[0]):
+    losses = entries.get("loss")
+    if losses is None or not len(losses[0]):
         return
-    gone = counted[0][counted[0] > losses[0][0]]
+    counted = entries.get("number_of_nan_iterations", (np.zeros(0, dtype=np.int64), np.zeros(0)))[0]
+    if "loss_scale" in entries:  # a scale of 1 skips nothing, and the rest of the line may be cut off
+        rows, numbers = entries["loss_scale"]
+        ones = rows[numbers == 1.0]
+        counted = counted if len(ones) == 0 else ones if len(ones) >= len(counted) and _among(counted, ones).all() \
+            else np.union1d(counted, ones)
+    gone = counted[counted > losses[0][0]]
     if "number_of_skipped_iterations" in entries:
         rows, numbers = entries["number_of_skipped_iterations"]
         gone = gone[~_among(gone, rows[numbers > 0])]

@@ -19,6 +19,8 @@ SKIPPED_SHARE, SKIPPED_STEPS = 0.2, 100
 SCALE_SEARCH_STEPS = 40
 #: This many skipped steps in a row are no search any more; the scale must have fallen by so much.
 OVERFLOWS, FALL = 5, 16.0
+#: So many steps with a loss after a norm that was NaN: it was one batch.
+WENT_ON = 3
 #: Runs that are judged, those with most points first.
 MAX_RUNS = 8
 
@@ -31,6 +33,8 @@ def numeric_findings(view: View) -> list[Finding]:
         if scale is not None:
             found = [f for f in found if f.cause not in ("loss_spike", "loss_divergence", "grad_explosion")]
             found.append(scale)
+    if not any(f.cause == "loss_nan" for f in found) and (bad := bad_norms(view)) is not None:
+        found.append(bad)
     routing = routed_to_one(view)
     if routing is not None:
         found.append(routing)
@@ -72,6 +76,23 @@ def overflows(view: View) -> Finding | None:
                    summary=f"{run} optimizer steps in a row overflowed in fp16; the loss scale fell from "
                            f"{max(scales):.0f} to {min(scales):.0f}",
                    evidence=pick_evidence(items[:5]), numbers={"overflows": len(items)})
+
+
+def bad_norms(view: View) -> Finding | None:
+    """Steps left out because the norm was NaN: worth a warning where no later steps show that training went on."""
+    items = view.of("bad-grad-norm")
+    if not items:
+        return None
+    last = items[-1]
+    index = view.logs.index(last.log)
+    after = {p.step for log, p in view.progress if log == index and p.line > last.line
+             and (loss := loss_of(p)) is not None and abs(loss) < float("inf")}
+    went_on = len(after) >= WENT_ON and len(items) < OVERFLOWS
+    count = f"{len(items)} times" if len(items) > 1 else "once"
+    return Finding(cause="loss_nan", role="context" if went_on else "symptom", severity="info" if went_on else "error",
+                   confidence=0.4 if went_on else 0.6, evidence=pick_evidence(items[:5]), numbers={"lines": len(items)},
+                   summary=f"The gradient norm was NaN {count} and the step was left out"
+                           + ("; training went on" if went_on else ""))
 
 
 def _longest_fall(scales: list[float]) -> int:

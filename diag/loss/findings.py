@@ -225,12 +225,19 @@ def _nan(run: Run, column: Column, signal: signals.Signal) -> Seen:
     if np.isfinite(signal.before):
         numbers["level"] = round(signal.before, 5)
     shown = list(range(place, min(place + SHOWN, len(column))))
-    finding = _made(run, column, shown, "loss_nan", "error", 0.9 if signal.points > 1 or ended else 0.6,
+    finding = _made(run, column, shown, "loss_nan", "error", _sure_of_nan(signal, ended, column.values[place], run),
                     numbers | why.numbers(), why)
     name = "Loss or gradients" if column.name == "loss" else column.key
     finding.summary = f"{name} became NaN or infinite{_at(run, column, place)} ({what})"
     finding.fix = fix_of("loss_nan", run, step, why) if place > 0 else []  # nothing to go back to
     return Seen(finding, step)
+
+
+def _sure_of_nan(signal: signals.Signal, ended: bool, value: float, run: Run) -> float:
+    """Little where one point says it in the middle, or two gradient norms or one lost field at the end."""
+    if signal.points == 2 and np.isfinite(value) or signal.points == 1 and (not ended or run.style == "megatron"):
+        return 0.6
+    return 0.9
 
 
 def _blow_up(run: Run, column: Column, signal: signals.Signal) -> Seen:
@@ -247,13 +254,14 @@ def _blow_up(run: Run, column: Column, signal: signals.Signal) -> Seen:
 def _degenerate(run: Run, column: Column, signal: signals.Signal) -> Seen:
     at = _at(run, column, signal.at)
     few = signal.note == "few"
+    sure = 0.55 if few else 0.7 if signal.before == 0 else 0.85
     summary = "The loss is 0 from the beginning: no label is left to learn from" if signal.before == 0 else \
         (f"The loss is printed as 0{at}, after {signal.before:.3g}: NaN that was left out of the mean, or a batch "
          "without labels") if few else \
         (f"The loss fell from {signal.before:.3g} to {signal.after:.2g} within a step{at} and stayed there: the data "
          "or labels are degenerate")
     shown = list(range(signal.at, min(signal.at + SHOWN, len(column))))
-    finding = _made(run, column, shown, "loss_degenerate", "error", 0.6 if few else 0.7 if signal.before == 0 else 0.85,
+    finding = _made(run, column, shown, "loss_degenerate", "warning" if few else "error", sure,
                     {"last_step": int(column.steps[-1]), "level": signal.before}, summary=summary)
     return Seen(finding, int(column.steps[signal.at]))
 

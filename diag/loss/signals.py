@@ -65,7 +65,7 @@ def nan_onset(run: Run, column: Column) -> Signal | None:
             zero[mine] = odd[theirs] & (values[mine] == 0)
             note = "printed loss 0 with a gradient norm that is no number" if zero.any() and not bad.any() else note
             bad = bad | zero
-            if not bad.any() and not run.get("loss_scale") and odd[-1] and odd[-3:].all() and len(odd) > 3:
+            if not bad.any() and not run.get("loss_scale") and _lasting(odd):
                 first = int(len(odd) - np.argmin(odd[::-1])) if not odd.all() else 0
                 place = min(int(np.searchsorted(column.steps, norm.steps[first])), len(values) - 1)
                 return Signal(place, float("nan"), float("nan"), int(odd.sum()), "the gradient norm is no number")
@@ -93,6 +93,11 @@ def nan_onset(run: Run, column: Column) -> Signal | None:
         first = min(first, thick[0]) if thick else first
     before = values[:first][np.isfinite(values[:first])]
     return Signal(first, float(before[-1]) if len(before) else float("nan"), float("nan"), len(places), note)
+
+
+def _lasting(odd: npt.NDArray[np.bool_]) -> bool:
+    """Whether norms are no numbers to the end: three in a row, or two that are the only ones of a short record."""
+    return bool(odd[-3:].all() and len(odd) > 3 or len(odd) > 4 and odd[-2:].all() and odd.sum() == 2 and len(odd) < 25)
 
 
 def degenerate(column: Column) -> Signal | None:
