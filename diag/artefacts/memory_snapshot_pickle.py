@@ -197,10 +197,10 @@ class _Events:
                         np.int32)
 
     def trace(self) -> Trace:
-        """All columns joined."""
+        """All columns joined; the parts are given up."""
         import numpy as np
 
-        parts = self.parts
+        parts, self.parts = self.parts, []
         timed = bool(parts) and all(len(p[3]) == len(p[0]) for p in parts)
 
         def joined(place: int, kind: Any) -> Any:
@@ -291,6 +291,11 @@ class _Reading:
                 if type(item) is list and item and id(item) not in self.events and _is_event(item[0]):
                     self.adopt(item).take(empty=delivered > EMPTY_BEYOND_BYTES)
 
+    def release(self) -> None:
+        """Let go of all that was unpickled; the cycle of this, the tap and the unpickler would keep it."""
+        del self.unpickler, self.tap
+        self.events.clear()
+
     def adopt(self, owner: list[Any]) -> _Events:
         """The columns of the list `owner`, which is kept alive and so keeps its identity."""
         return self.events.setdefault(id(owner), _Events(owner, self.stacks, self.tags))
@@ -307,7 +312,8 @@ def load(stream: BinaryIO, *, keep: list[object] | None = None) -> Snapshot:
     """
     reading = _Reading(stream)
     top = reading.run()
-    if keep is not None:
+    large = reading.tap.delivered > EMPTY_BEYOND_BYTES
+    if keep is not None and not large:  # a large file's million husks must go before the replay
         keep += (reading, top)
     if type(top) is list:
         top = {"segments": top}
@@ -326,6 +332,8 @@ def load(stream: BinaryIO, *, keep: list[object] | None = None) -> Snapshot:
         if events.count:
             found[device] = events.trace()
     blocks, layout = _blocks(top.get("segments") or [], reading.stacks)
+    if large:
+        reading.release()
     settings = top.get("allocator_settings")
     return Snapshot(traces=found, blocks=blocks, stacks=reading.stacks.found,
                     settings=_plain(settings) if type(settings) is dict else {},

@@ -73,9 +73,9 @@ def _expandable(device: DeviceMemory, settings: dict[str, Any], oom: Oom | None)
 
 
 def activations(device: DeviceMemory) -> str:
-    """The line that holds most at the peak, in words; empty where no stack is known."""
+    """The line that holds most at the peak, in words; empty where no stack is known, or none holds much."""
     top = next((o for o in device.owners if o.owner != UNKNOWN), None)
-    if top is None:
+    if top is None or top.bytes < 0.05 * device.peak_requested_bytes:
         return ""
     share = 100 * top.bytes / max(device.peak_requested_bytes, 1)
     return f"{top.owner} holds {size(top.bytes)} ({share:.0f} %)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -32,7 +33,7 @@ def findings_of(snapshots: Sequence[MemorySnapshot], *, logged: bool = False) ->
         for device in snapshot.devices:
             yield device_finding(snapshot, device, snapshots, logged=logged)
             if device.growth:
-                yield _leak(snapshot, device)
+                yield _leak(snapshot, device, snapshots)
         if not snapshot.devices:
             yield NotChecked(f"{snapshot.path} holds no memory of any device")
     yield from _between_ranks(snapshots)
@@ -47,7 +48,7 @@ def device_finding(snapshot: MemorySnapshot, device: DeviceMemory, among: Sequen
     # a fault of every rank names no ranks
     everywhere = len(among) > 1 and len(failed) == len(among)
     ranks = [snapshot.rank] if snapshot.rank is not None and not (oom and everywhere) else []
-    who = f"rank {snapshot.rank}, " if snapshot.rank is not None else ""
+    who = _who(snapshot, among)
     fix = advice(device, snapshot.settings, fragmented=cause == "cuda_oom_fragmentation") if severity != "info" else []
     finding = Finding(
         cause=cause, severity=severity, role="context" if severity == "info" or (logged and oom) else "symptom",
@@ -57,6 +58,13 @@ def device_finding(snapshot: MemorySnapshot, device: DeviceMemory, among: Sequen
     if cause == "healthy":
         finding.where = Where(ranks=ranks)
     return finding
+
+
+def _who(snapshot: MemorySnapshot, among: Sequence[MemorySnapshot]) -> str:
+    """What tells this snapshot from others in a sentence: its rank, or its file where there are several."""
+    if snapshot.rank is not None:
+        return f"rank {snapshot.rank}, "
+    return f"{'/'.join(Path(snapshot.path).parts[-2:])}, " if len(among) > 1 else ""
 
 
 def _name(device: DeviceMemory) -> str:
@@ -215,12 +223,12 @@ def _window_notes(device: DeviceMemory) -> Iterator[str]:
               "torch.cuda.memory._record_memory_history(stacks='python')"
 
 
-def _leak(snapshot: MemorySnapshot, device: DeviceMemory) -> Finding:
+def _leak(snapshot: MemorySnapshot, device: DeviceMemory, among: Sequence[MemorySnapshot]) -> Finding:
     growth = device.growth
     assert growth is not None
     first = growth.owners[0]
     fatal = any(oom.events_after <= SURVIVED for oom in device.ooms)
-    who = f"rank {snapshot.rank}, " if snapshot.rank is not None else ""
+    who = _who(snapshot, among)
     room = (snapshot.device_memory or 0) - device.peak_reserved_bytes
     left = f"; at this rate the device is full after about {room // growth.bytes_per_step:,} more steps" \
         if room > 0 and growth.bytes_per_step > 0 else ""
