@@ -192,6 +192,8 @@ def alike(place: Place) -> Iterator[Finding]:
     for key, word in (("name", "model"), ("memory_total", "memory"), ("ecc_enabled", "ECC mode"), ("mig", "MIG mode"),
                       ("pcie_width_max", "PCIe width"), ("pcie_generation_max", "PCIe generation"),
                       ("nvlinks_active", "active NVLinks")):
+        if key == "nvlinks_active" and any((m := hardware.gpu_of(gpu.name)) and m.nvlinks for gpu in gpus):
+            continue  # each was held to its own number of links
         values = [getattr(gpu, key) for gpu in gpus]
         (usual, count), *rest = Counter(values).most_common()
         if not rest or usual in (None, "") or count <= len(gpus) // 2:

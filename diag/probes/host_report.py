@@ -30,8 +30,9 @@ OF_THE_MACHINE = frozenset({
 
 
 #: How the lines of a kernel log begin: dmesg (raw, -T, -x, --time-format iso), journalctl -k, /dev/kmsg, pstore.
-_KERNEL = re.compile(rb"^(?:<\d+>)?\[ *\d+\.\d{6}\]|^\[\w{3} \w{3} [ \d]\d [\d:]{8} \d{4}\] |^kern +:\w+ *:"
-                     rb"|\bkernel: |^\d,\d+,\d+,[-c];|^\d{4}-\d\d-\d\dT[\d:,.+]+ (?:NVRM|nvidia|\w+\[\d+\])", re.M)
+_KERNEL = re.compile(
+    rb"^(?:<\d+>)?\[ *\d+\.\d{6}\]|^\[\w{3} \w{3} [ \d]\d [\d:]{8} \d{4}\] |^kern +:\w+ *:|\bkernel: "
+    rb"|^\d,\d+,\d+,[-c];|^\d{4}-\d\d-\d\dT[\d:,.+]+ (?:NVRM|nvidia|\w+\[\d+\])", re.M)
 
 
 def live(checkpoint: str | None = None, *, save: str | None = None, ranks: int | None = None,
@@ -90,8 +91,8 @@ def saved(paths: Iterable[str | Path], *, signatures: Path | None = None, progre
     findings, not_checked, ran = detect(artefacts, present)
     findings = [_with_action(f) for f in findings if "standing" in f.numbers or f.cause in OF_THE_MACHINE]
     if other:
-        notes = [*notes, f"{', '.join(other[:3])}{' and more' if len(other) > 3 else ''}: no output that is known here; "
-                 "only searched for lines that speak of hardware"]
+        named = f"{', '.join(other[:3])}{' and more' if len(other) > 3 else ''}"
+        notes = [*notes, f"{named}: no output that is known here; only searched for lines that speak of hardware"]
         if len(other) == len([item for item in items if not isinstance(item, Unreadable)]):
             ran, not_checked = 0, [f"{len(other)} text{'s' if len(other) > 1 else ''} of no known kind"]
     findings = correlate(findings, artefacts) + list(_damage(items))

@@ -18,7 +18,7 @@ MAX_EVIDENCE = 5
 MAX_FOLDED = 8
 MAX_NOTES = 3
 #: How a finding was made, not what it found: of use to programs, noise to a person.
-BOOKKEEPING = {"lines", "signatures", "times", "at_peak", "timeline"}
+BOOKKEEPING = {"lines", "signatures", "times", "at_peak", "timeline", "standing"}
 
 #: "hang, router: no dumps among the inputs"
 _TOPICS = re.compile(r"([a-z]+(?:, [a-z]+)*): ")
