@@ -41,7 +41,7 @@ class NvidiaSmi(Artefact):
 
 ARTEFACT = NvidiaSmi
 _FAILURE = re.compile(r"Unable to determine the device handle|NVIDIA-SMI has failed|Failed to initialize NVML"
-                      r"|No devices were found|GPU is lost")
+                      r"|No devices were found")
 
 
 def sniff(head: bytes, name: str) -> float:

@@ -88,7 +88,8 @@ def test_control_group_v2_takes_the_tightest_limit_above(tmp_path: Path) -> None
     base = "sys/fs/cgroup/"
     root = tree(tmp_path, {
         "proc/self/cgroup": "0::/pod/box\n", base + "cgroup.controllers": "cpu memory",
-        base + "pod/memory.max": "1000\n", base + "pod/memory.current": "700\n", base + "pod/memory.stat": "anon 5\ninactive_file 300\n",
+        base + "pod/memory.max": "1000\n", base + "pod/memory.current": "700\n",
+        base + "pod/memory.stat": "anon 5\ninactive_file 300\n",
         base + "pod/box/memory.max": "max\n", base + "pod/box/memory.events": "oom 1\noom_kill 2\n",
         base + "pod/cpu.max": "200000 100000\n", base + "pod/box/cpu.max": "max 100000\n",
         base + "pod/box/pids.max": "512\n", base + "pod/box/pids.current": "9\n"})
