@@ -11,6 +11,7 @@ from diag.logs.endings import (
     finished_at,
     jit_lock,
     last_good_save,
+    peer_gone,
     planned_exit,
     saved_after,
     silence,
@@ -74,7 +75,10 @@ def findings_of(view: View) -> list[Finding]:
             found.append(quiet)
             alive.append(quiet)
     if not alive:
-        promoted = promote(view) or [f for f in (silent_failure(view),) if f is not None]
+        promoted = promote(view)
+        if not promoted or promoted[0].cause == "preempted":  # a step is also cancelled because a task has failed
+            other = silent_failure(view) or peer_gone(view)
+            promoted = [other] if other is not None else promoted
         found.extend(promoted)
         alive = promoted
     if alive and all(f.cause in _NUMERIC for f in alive):

@@ -59,6 +59,10 @@ def killed_by_launcher(view: View) -> bool:
     pids = {int(i.groups["pid"]) for i in view.of("forced-exit")}
     killed = {block.pid for _, block in view.blocks if block.code in (-9, 137)}
     killed |= {int(i.groups["pid"]) for i in view.of("agent-failed") if i.groups["code"] in ("-9", "137")}
+    tasks = view.of("srun-task")
+    if tasks and not killed and tasks[0].groups["what"].startswith("Exited with exit code") and \
+            not view.of("slurm-oom", "kernel-oom"):
+        return True  # srun ends the other tasks of a step when one has failed
     return bool(pids) and killed <= pids
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from statistics import median
 
@@ -47,7 +48,8 @@ def exits(view: View) -> list[Exit]:
         rank = who.rank_from_local(int(local), item.host) if local is not None else None
         found.append(Exit(int(item.groups["code"]), rank, item.host, item.place, item))
     for item in view.of("srun-task"):
-        code = _NAMES.get(item.groups["what"], 1)
+        status = re.search(r"exit code (\d+)", item.groups["what"])
+        code = int(status[1]) if status else _NAMES.get(item.groups["what"], 1)
         for task in expand_tasks(item.groups["tasks"])[:4096]:
             found.append(Exit(code, task, item.groups["host"], item.place, item))
     for item in view.of("mpirun-signal"):
@@ -108,6 +110,18 @@ def silent_failure(view: View) -> Finding | None:
                    where=Where(ranks=ranks, hosts=hosts if len(hosts) == 1 else []),
                    summary=f"{who} ended first, with exit status {first.code}; what it printed is not among these "
                            "lines: look for its own log")
+
+
+def peer_gone(view: View) -> Finding | None:
+    """NCCL names the host whose side of a connection closed; why its process went away is not here."""
+    items = [(i, found[1]) for i in view.of("nccl-remote-gone", "nccl-peer-closed")
+             if (found := re.search(r"[Cc]onnection closed by remote peer ([\w.-]+?)<", i.event.text))]
+    hosts = sorted({host for _, host in items})
+    if len(hosts) != 1:
+        return None
+    return Finding(cause="peer_exception", severity="error", confidence=0.5, where=Where(hosts=hosts),
+                   evidence=pick_evidence([i for i, _ in items]),
+                   summary=f"The process on {hosts[0]} went away; the others only saw its connection close")
 
 
 def jit_lock(view: View) -> Finding | None:

@@ -30,6 +30,7 @@ READ_ERRORS = {"OSError", "EOFError", "RuntimeError", "UnpicklingError", "BadZip
                "SafetensorError", "UnicodeDecodeError", "PickleError", "zlib.error", "BadGzipFile"}
 _READERS = re.compile(r"torch/serialization\.py:(?:load|_load|_legacy_load|__init__|_open_zipfile_reader)$"
                       r"|safetensors/\S+:load|distributed/checkpoint/filesystem\.py:read")
+_WRITERS = re.compile(r"torch/serialization\.py:(?:save|_save|_legacy_save|_open_zipfile_writer)$")
 #: Messages of exceptions that only carry another one, whose own traceback follows.
 _CARRIES = re.compile(r"^\s*$|^Caught \w+ in (?:DataLoader worker|replica|pin memory thread)|"
                       r"^-- (?:Tracebacks above this line|Process \d+ terminated)|"
@@ -175,7 +176,8 @@ def _finding(view: View, group: Group) -> Finding | None:
 
 def _reads_checkpoint(origin: Traceback) -> bool:
     """Whether the exception was raised inside the code that reads checkpoints."""
-    return any(_READERS.search(f"{f.file}:{f.function}") for f in origin.frames[-4:])
+    names = [f"{f.file}:{f.function}" for f in origin.frames[-4:]]
+    return any(map(_READERS.search, names)) and not any(map(_WRITERS.search, names))
 
 
 def _unreadable(view: View, group: Group, origin: Traceback, ranks: list[int]) -> Finding:
