@@ -243,12 +243,15 @@ class HostFacts(_Fact):
 
 def encode(facts: HostFacts) -> bytes:
     """`facts` as the JSON of a saved file."""
-    return msgspec.json.format(msgspec.json.encode(facts), indent=1)
+    plain = {"schema": SCHEMA} | msgspec.to_builtins(facts)  # first, and there although it is the default
+    return msgspec.json.format(msgspec.json.encode(plain), indent=1)
 
 
 def decode(data: bytes) -> HostFacts:
     """The facts in `data`. Raises `ValueError` when it is no JSON, or not of this schema."""
     facts = msgspec.json.decode(data, type=HostFacts)
+    if b'"schema"' not in data[:4096]:
+        raise ValueError("has no schema")
     if facts.schema != SCHEMA:
         raise ValueError(f"schema is {facts.schema!r}; this version reads {SCHEMA}")
     return facts
