@@ -69,7 +69,8 @@ def attention(setup: Setup, device: Device, inventory: Inventory) -> tuple[float
         latents += kv_lora * c + _norm(setup, kv_lora, device, inventory)
         if inventory == "pdtrain" and setup.itemsize("norm") == c:
             latents += mla.qk_rope_head_dim * c  # the norm's input is a view into the joint projection
-        explicit = device == "cpu" or not setup.options.flash  # value heads of another size: no fused kernel on CPUs
+        other_size = device == "cpu" and mla.v_head_dim != qk  # no fused kernel on CPUs then
+        explicit = other_size or not setup.options.flash
         values = mla.v_head_dim if explicit else mla.qk_nope_head_dim + mla.v_head_dim  # v is a view into k and v
         inner = t * (latents + c * heads * (2 * qk + values + mla.v_head_dim))
     if setup.recompute("attention") != "selective":
@@ -170,7 +171,8 @@ def ends(setup: Setup, stage: Stage, *, device: Device = "gpu") -> tuple[float, 
     kept += gathered * model.hidden * setup.itemsize("embed_head")
     logits = t * model.vocab_size / setup.tp
     kept += logits * FP32
-    return kept, logits * 2 * FP32
+    # split over TP, the loss needs one more: DTensor's loss_parallel works with a copy
+    return kept, logits * (3 if setup.tp > 1 and inventory == "pdtrain" else 2) * FP32
 
 
 def rope_tables(setup: Setup, stage: Stage) -> float:

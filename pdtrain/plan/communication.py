@@ -131,8 +131,8 @@ def traffic(setup: Setup, stage: Stage, hardware: Hardware) -> list[Traffic]:
         calls = (4.0 + again) * stage.moe * batches
         item: float = setup.itemsize("experts")
         first = setup.options.dispatch_bytes or item  # dispatch forward only: what comes back is summed
-        passes = item * (3 + again / 2) + first * (1 + again / 2)
-        volume = passes * stage.moe * batches * max(leaving, arriving) * h * (1 - 1 / setup.ep)
+        per_entry = item * (3 + again / 2) + first * (1 + again / 2)
+        volume = per_entry * stage.moe * batches * max(leaving, arriving) * h * (1 - 1 / setup.ep)
         timing = links.all_to_all(setup.ep, volume, calls, _crossing(setup))
         add("all-to-all (dispatch, combine)", "EP", setup.ep, calls, volume, timing)
     if setup.pp > 1:

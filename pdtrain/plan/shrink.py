@@ -1,8 +1,8 @@
 """The small model with the same skeleton, and a one-node configuration that rehearses the large job.
 
 Kept: attention kind and ratios, top-k, shared experts, group-limited routing, dense layers first, score function,
-loss coefficients, precision, recompute. Shrunk: width, depth, number of experts, vocabulary, batch, degrees. The stand-in for
-the 671B shape: hidden 7168 -> 2048, layers 61 -> 16, experts 256 -> 64.
+loss coefficients, precision, recompute. Shrunk: width, depth, number of experts, vocabulary, batch, degrees. The
+stand-in for the 671B shape: hidden 7168 -> 2048, layers 61 -> 16, experts 256 -> 64.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ GROUPED = 0.85
 #: Passes over what a block keeps: written and read once forward; read, and gradients written and read, backward.
 FORWARD_PASSES, BACKWARD_PASSES = 2.0, 3.0
 #: Share of the memory bandwidth that element-wise kernels reach.
-MEMORY_EFFICIENCY = 0.8
+MEMORY_EFFICIENCY = 0.7
 #: Bytes that an optimizer step moves per byte of state: each is read, all but the gradient are written.
 OPTIMIZER_PASSES = 1.75
 
