@@ -14,6 +14,7 @@ from diag.checkpoints.convert.engine import Limits, Progress, Result
 from diag.checkpoints.convert.mapping import Family
 from diag.checkpoints.convert.plan import Plan
 from diag.checkpoints.convert.targets import TARGETS, Options
+from diag.checkpoints.verify.outcome import perform
 from diag.errors import ArtefactError, UsageError
 
 #: target format -> families that its readers expect; the source's own names otherwise.
@@ -25,8 +26,8 @@ _READER = {"dcp": "dcp", "hf": "safetensors", "zero1": "deepspeed", "zero2": "de
 #: Checks of `ckpt verify` that a conversion must pass, and those whose failure it inherits.
 _STRUCTURE = ("metadata", "nothing to execute", "paths stay inside", "files complete", "no stale shards", "index",
               "headers", "names are unique", "element types", "every chunk has bytes", "byte ranges", "archives",
-              "sizes", "chunks tile", "CRC32")
-_CONTENT = ("experts complete", "experts differ", "optimizer complete", "steps equal", "moments", "not constant")
+              "sizes", "chunks tile")
+_CONTENT = ("experts complete", "optimizer complete", "steps equal")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -205,9 +206,11 @@ def _prove(folder: Path, plan: Plan, wish: Wish, result: Result) -> None:
 def _second_opinion(checkpoint: Checkpoint, plan: Plan, folder: Path) -> None:
     """What `ckpt verify` says: a fault of the structure is ours and refused, one of the content came with the source.
 
+    Its checks that read tensors are left out: the bytes have been compared, and its maps would count as our memory.
     Raises `ArtefactError`.
     """
-    for outcome in verify.verify(checkpoint, verify.Options(finite=False)):
+    chosen = [check for check in verify.CHECKS if check.name in _STRUCTURE or check.name in _CONTENT]
+    for outcome in (perform(check, checkpoint, verify.Options(finite=False)) for check in chosen):
         errors = [p for p in outcome.problems if p.severity == "error"]
         if errors and outcome.check in _STRUCTURE:
             raise ArtefactError(f"{folder}: what was written is not sound ({outcome.check}): {errors[0].text}; nothing "
