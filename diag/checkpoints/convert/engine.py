@@ -371,20 +371,29 @@ class _Run:
     # -- committing -----------------------------------------------------------------------------------------------
 
     def _commit(self) -> None:
-        for file in self.plan.marks:
-            path = self.temporary / file.name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as stream:
-                for _, data in file.literals:
-                    stream.write(data)
-                stream.flush()
-                os.fsync(stream.fileno())
+        write_marks(self.plan, self.temporary)
         (self.temporary / JOURNAL).unlink()
         for folder in {self.temporary, *(p for p in self.temporary.rglob("*") if p.is_dir())}:
             sync_folder(folder)
         refuse_existing(self.destination)
         self.temporary.rename(self.destination)
         sync_folder(self.destination.parent)
+
+
+def write_marks(plan: Plan, folder: Path) -> None:
+    """The commit marks, in their order, into a folder that holds all other files."""
+    for file in plan.marks:
+        path = folder / file.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = b"".join(data for _, data in file.literals)
+        if file.finished is not None:
+            data = file.finished(folder / plan.home)
+        if len(data) != file.size:
+            raise AssertionError(f"{file.name}: {len(data)} bytes for {file.size}")
+        with path.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
 
 
 def refuse_existing(destination: Path) -> None:

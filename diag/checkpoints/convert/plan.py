@@ -12,7 +12,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from diag.checkpoints.convert.recipe import Ints, Recipe
@@ -92,6 +92,7 @@ class OutFile:
     payloads: list[Payload] = field(default_factory=list)
     lates: list[Late] = field(default_factory=list)
     size: int = 0
+    finished: Callable[[Path], bytes] | None = None  # of a mark: its content, of as many bytes as the literals have
 
     def raw(self, data: bytes) -> None:
         """Append literal bytes."""
@@ -141,9 +142,11 @@ class Plan:
         self.files.append(made)
         return made
 
-    def mark(self, name: str, data: bytes, *, at_root: bool = False) -> None:
-        """A commit mark or tracker."""
-        made = OutFile(name if at_root or not self.home else f"{self.home}/{name}")
+    def mark(self, name: str, data: bytes, *, at_root: bool = False,
+             finished: Callable[[Path], bytes] | None = None) -> None:
+        """A commit mark or tracker. `finished` makes its content from the written folder of the checkpoint, where all
+        else is in its place; `data` is then a stand-in of the same size."""
+        made = OutFile(name if at_root or not self.home else f"{self.home}/{name}", finished=finished)
         made.raw(data)
         self.marks.append(made)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diag.checkpoints import open_checkpoint, verify
-from diag.checkpoints.canonical import Checkpoint
+from diag.checkpoints.canonical import Checkpoint, Problem
 from diag.checkpoints.convert import engine, mapping, targets
 from diag.checkpoints.convert.contents import NOT_WEIGHTS, Contents, Entry, load
 from diag.checkpoints.convert.engine import Limits, Progress, Result
@@ -26,7 +26,10 @@ _READER = {"dcp": "dcp", "hf": "safetensors", "zero1": "deepspeed", "zero2": "de
 #: Checks of `ckpt verify` that a conversion must pass, and those whose failure it inherits.
 _STRUCTURE = ("metadata", "nothing to execute", "paths stay inside", "files complete", "no stale shards", "index",
               "headers", "names are unique", "element types", "every chunk has bytes", "byte ranges", "archives",
-              "sizes", "chunks tile")
+              "sizes", "chunks tile", "digests")
+#: What a source must pass, every byte read: its damage would get fresh checksums in the copy, and look sound there.
+_SOUND = ("index", "headers", "every chunk has bytes", "byte ranges", "archives", "sizes", "chunks tile", "ranks agree",
+          "digests", "CRC32")
 _CONTENT = ("experts complete", "optimizer complete", "steps equal")
 
 
@@ -81,6 +84,10 @@ def reshard(wish: Wish, progress: Progress | None = None) -> Done:
     targets.record(plan, contents, wish.options, names)
     result = None
     if not wish.dry_run:
+        for checkpoint in contents.source.checkpoints:
+            _refuse_unsound(checkpoint, wish, progress)
+            if (unequal := contents.source.unequal_copy(checkpoint)) is not None:
+                raise ArtefactError(f"{wish.source}: is damaged: {unequal}")
         identity = [_identity(c.folder.root, sorted(c.files | c.expected)) for c in contents.source.checkpoints]
         result = engine.execute(plan, contents.source, wish.destination, identity, wish.limits, progress,
                                 check=lambda folder, result: _prove(folder, plan, wish, result))
@@ -97,6 +104,25 @@ def _refuse_inside(wish: Wish) -> None:
         raise UsageError(f"{wish.destination}: there is no directory {destination.parent}")
     if not os.access(destination.parent, os.W_OK):
         raise UsageError(f"{destination.parent}: is not writable")
+
+
+def _refuse_unsound(checkpoint: Checkpoint, wish: Wish, progress: Progress | None) -> None:
+    """Raises `ArtefactError` unless the structure of the source is whole and every checksum in it is met."""
+    from diag.checkpoints.verify import archives
+
+    def crc(checkpoint: Checkpoint, options: verify.Options, problems: list[Problem]) -> str:
+        return archives.crc(checkpoint, options, problems, progress and (lambda a, b: progress(a, b, "checking")))
+
+    verify.collect(checkpoint)
+    options = verify.Options(deep=True, threads=wish.limits.threads, finite=False)
+    for check in verify.CHECKS:
+        if check.name in _SOUND:
+            outcome = perform(verify.Check(check.name, crc) if check.name == "CRC32" else check, checkpoint, options)
+            errors = [p for p in outcome.problems if p.severity == "error"]
+            if errors:
+                more = f", and {len(errors) - 1:,} more" if len(errors) > 1 else ""
+                raise ArtefactError(f"{wish.source}: is damaged ({check.name}): {errors[0].text}{more}; `pdtrain diag "
+                                    f"ckpt verify --deep {wish.source}` says all")
 
 
 def _identity(folder: Path, files: list[str]) -> list[object]:
@@ -174,10 +200,7 @@ def _prove(folder: Path, plan: Plan, wish: Wish, result: Result) -> None:
     The bytes at those places have been compared before. Raises `ArtefactError`.
     """
     # the marks are not there yet: a reader needs them, so they are written under the temporary name first
-    for file in plan.marks:
-        path = folder / file.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"".join(data for _, data in file.literals))
+    engine.write_marks(plan, folder)
     home = folder / plan.home if plan.home else folder
     places: dict[tuple[str, int], str] = {}
     for file in plan.files:

@@ -15,10 +15,12 @@ from collections import OrderedDict
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from diag.checkpoints.canonical import Checkpoint, Chunk, Tensor, boxes
 from diag.checkpoints.convert.recipe import Ints, Recipe
 from diag.checkpoints.files import Folder
+from diag.checkpoints.verify.archives import Reader
 from diag.errors import ArtefactError
 
 #: Descriptors that one thread keeps open.
@@ -198,6 +200,30 @@ class Source:
         if len(cache) > MAX_OPEN:
             os.close(cache.popitem(last=False)[1])
         return cache[key]
+
+    def unequal_copy(self, checkpoint: Checkpoint) -> str | None:
+        """The first tensor of which two ranks keep different bytes, in words. In memory that does not grow."""
+        reader = Reader(checkpoint.folder)
+
+        def digest(tensor: Tensor, chunk: Chunk) -> bytes:
+            self._locate(tensor, chunk)
+            made = xxhash.xxh3_128()
+            for block in reader.blocks(chunk.file, chunk.begin, chunk.nbytes):
+                made.update(block)
+            return bytes(made.digest())
+
+        try:
+            for tensor in checkpoint.tensors.values():
+                plain = [c for c in (*tensor.chunks, *tensor.copies) if c.strides is None] if tensor.copies else []
+                first: dict[Any, tuple[str, bytes]] = {}
+                for chunk in plain:
+                    found = digest(tensor, chunk)
+                    file, wanted = first.setdefault(chunk.key, (chunk.file, found))
+                    if found != wanted:
+                        return f"{tensor.name} is replicated, and {chunk.file} holds other values than {file}"
+        finally:
+            reader.close()
+        return None
 
     def close_thread(self) -> None:
         """Close this thread's descriptors."""

@@ -7,11 +7,14 @@ there are and how big. This trainer's checkpoint gets its `manifest.json` as wel
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+from diag.checkpoints.canonical import Checkpoint
 from diag.checkpoints.convert.archive import add_archive
 from diag.checkpoints.convert.contents import Contents, Entry
 from diag.checkpoints.convert.mapping import Family
@@ -19,8 +22,12 @@ from diag.checkpoints.convert.pickles import Call, Global, New, Pairs, Stored, d
 from diag.checkpoints.convert.plan import OutFile, Plan, Raw, box_of
 from diag.checkpoints.convert.recipe import Ints, Recipe, whole
 from diag.checkpoints.convert.targets import Options
+from diag.checkpoints.files import Folder
+from diag.checkpoints.formats.dcp import METADATA, read_into
+from diag.checkpoints.formats.pdtrain_run import MANIFEST, manifest_checksum
 from diag.checkpoints.naming import stacked_expert_axis
 from diag.checkpoints.steps import step_of_name
+from diag.checkpoints.verify.digests import directory_digest
 
 NAME = "dcp"
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -53,9 +60,9 @@ def plan(contents: Contents, entries: dict[str, Entry], family: Family | None, o
         _others(contents, writer, out)
     elif contents.items or contents.other_tensors:
         others(contents, out)
-    writer.metadata(".metadata")
+    writer.metadata(METADATA)
     if trainer:
-        _manifest(out, contents, options)
+        _manifest(out, contents, options, sorted({file.name.rpartition("/")[2] for *_, file, _, _ in writer.places}))
     return out
 
 
@@ -174,8 +181,11 @@ class DcpWriter:
         return found
 
 
-def _manifest(out: Plan, contents: Contents, options: Options) -> None:
-    """manifest.json of this trainer, with every row here; `latest` where the folder is a step below the destination."""
+def _manifest(out: Plan, contents: Contents, options: Options, shards: list[str]) -> None:
+    """manifest.json of this trainer, with every row here; `latest` where the folder is a step below the destination.
+
+    Like the trainer's own it carries digests of the files and a checksum of itself: the first from the written folder.
+    """
     folder = out.home or options.destination_name
     old = {key: value for key, value in contents.manifest.items() if key not in ("files", "checksum")}
     layout = {"tp": options.tp, "dp": max(options.ranks // options.tp, 1), "ep": options.ep}
@@ -185,8 +195,22 @@ def _manifest(out: Plan, contents: Contents, options: Options) -> None:
         value["step"] = contents.step
     if contents.consumed is not None:
         value["consumed"] = contents.consumed
-    out.mark("manifest.json", json.dumps(value, indent=2).encode())
+    stand_in = {METADATA: {"sha256": "0" * 64}} | {name: {"directory": "0" * 32} for name in shards}
+    out.mark(MANIFEST, _sealed(value, stand_in), finished=lambda home: _sealed(value, _digests(home, shards)))
     if out.home:
         out.mark("latest", f"{out.home}\n".encode(), at_root=True)
     if len(set(old.get("rows", {}).values())) > 1:
         out.notes.append("the source's rows were saved at different steps; they are one checkpoint now")
+
+
+def _sealed(manifest: dict[str, Any], files: dict[str, dict[str, str]]) -> bytes:
+    value = manifest | {"files": files}
+    return json.dumps(value | {"checksum": manifest_checksum(value)}, indent=2).encode()
+
+
+def _digests(home: Path, shards: list[str]) -> dict[str, dict[str, str]]:
+    """As `pdtrain.checkpoint.manifest.file_digests`: the CRC32s of a shard's tensors, the whole of the metadata."""
+    written = Checkpoint(Folder(home), "pdtrain")
+    read_into(written, "", METADATA)
+    return {METADATA: {"sha256": hashlib.sha256((home / METADATA).read_bytes()).hexdigest()}} | {
+        name: {"directory": directory_digest(written, name) or ""} for name in shards}
