@@ -183,6 +183,8 @@ class RawRun:
 INTERLEAVED = 0.05
 #: Two runs are one when so many of their common steps carry the same loss.
 SAME_SHARE, SAME_POINTS, SAME_TOLERANCE = 0.9, 5, 2e-3
+#: A run is compared with so many others, those with most points: a job's ranks may each log a loss of their own.
+MOST_COMPARED = 64
 
 
 def runs(artefacts: Artefacts) -> list[Run]:
@@ -289,14 +291,16 @@ def _distinct(found: Iterable[Run]) -> list[Run]:
     ordered = sorted(found, key=lambda r: (-len(r.columns.get("loss", ())), -len(r.columns), r.label))
     kept: list[Run] = []
     for run in ordered:
-        twin = next((other for other in kept if _same(other, run)), None)
-        if twin is None:
+        place = next((i for i, other in enumerate(kept[:MOST_COMPARED]) if _same(other, run)), None)
+        if place is None:
             kept.append(run)
             continue
+        twin = kept[place]
         if len(run.columns) > len(twin.columns) and len(run.columns["loss"]) >= 0.5 * len(twin.columns["loss"]):
-            kept[kept.index(twin)] = run
+            kept[place] = run
             run, twin = twin, run
-        twin.artefacts = [*twin.artefacts, *(a for a in run.artefacts if a not in twin.artefacts)]
+        known = {id(item) for item in twin.artefacts}
+        twin.artefacts = [*twin.artefacts, *(item for item in run.artefacts if id(item) not in known)]
         twin.total_steps = twin.total_steps or run.total_steps
     return kept
 
@@ -304,6 +308,8 @@ def _distinct(found: Iterable[Run]) -> list[Run]:
 def _same(a: Run, b: Run) -> bool:
     one, two = a.get("loss"), b.get("loss")
     if one is None or two is None or not (a.steps_known and b.steps_known):
+        return False
+    if one.steps[0] > two.steps[-1] or two.steps[0] > one.steps[-1]:
         return False
     _, left, right = np.intersect1d(one.steps, two.steps, assume_unique=True, return_indices=True)
     if len(left) < min(SAME_POINTS, len(one), len(two)) or len(left) < 0.5 * min(len(one), len(two)):

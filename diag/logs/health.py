@@ -33,8 +33,11 @@ def no_health(view: View) -> Finding | None:
 
 def trailing(view: View) -> tuple[int, Sample] | None:
     """A last line that speaks of trouble, with the number of its log; progress below it shows that it was harmless."""
+    last: dict[int, int] = {}  # log -> its last line of progress
+    for number, item in view.progress:
+        last[number] = max(last.get(number, 0), item.line)
     for index, log in enumerate(view.logs):
-        trained = max((p.line for number, p in view.progress if number == index), default=0)
+        trained = last.get(index, 0)
         for sample in log.tail[-LAST_LINES:]:
             if sample.line > trained and _TRAILING.search(sample.text):
                 return index, sample

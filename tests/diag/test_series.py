@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from diag import series
 from diag.artefacts import Artefacts, ReadOptions, csv_table, log, memory_source, metrics
 from diag.artefacts.metric_table import MetricTable
 from diag.series import runs
@@ -118,3 +119,21 @@ def test_batches_counted_anew_in_each_epoch_are_numbered_through() -> None:
                    for e in range(3) for b in range(0, 100, 10))
     (run,) = runs(lines(text, series=True))
     assert len(run.get("loss")) == 30 and run.resumes == []
+
+
+def rank_logs(count: int, loss) -> Artefacts:
+    texts = ["".join(f"step {s}/100 loss {loss(rank, s):.4f}\n" for s in range(1, 21)) for rank in range(count)]
+    return Artefacts([log.read(memory_source(text.encode(), f"run/job-{rank}.log")) for rank, text in enumerate(texts)])
+
+
+def test_the_logs_of_all_ranks_with_one_loss_are_one_run() -> None:
+    found = runs(rank_logs(80, lambda rank, step: 3 - step / 30))
+    assert len(found) == 1 and len(found[0].artefacts) == 80
+
+
+def test_a_loss_per_rank_does_not_compare_each_rank_with_each(monkeypatch) -> None:
+    compared = []
+    same = series._same
+    monkeypatch.setattr(series, "_same", lambda a, b: compared.append(1) or same(a, b))
+    assert len(runs(rank_logs(160, lambda rank, step: 2 + rank / 10 + step % 3 / 30))) == 160
+    assert len(compared) <= 160 * series.MOST_COMPARED
