@@ -90,20 +90,21 @@ def _log_groups(logs: list[Log]) -> list[list[Log]]:
     """Each log alone, but those that carry on where another of the same folder ended, with the same total of steps."""
     spans = {id(log): _span(log) for log in logs}
     groups: list[list[Log]] = []
+    places: dict[tuple[str, int], list[list[Log]]] = {}  # a folder may hold a log per rank of thousands
     for log in sorted(logs, key=lambda item: ((spans[id(item)] or (0, 0, 0, 0.0))[3], item.path)):
         span = spans[id(log)]
         if span is None:
             continue
-        for group in groups:
+        alike = places.setdefault((log.directory, span[2]), []) if span[2] else []
+        for group in alike if log.name_rank is None else ():
             tail = spans[id(group[-1])]
-            if tail is None or group[-1].directory != log.directory or not tail[2] or tail[2] != span[2]:
-                continue
-            if span[0] > max(tail[0], 1) and span[0] <= tail[1] + 1 + (tail[1] - tail[0]) and span[1] >= tail[1] and \
-                    log.name_rank is None:
+            if tail is not None and span[0] > max(tail[0], 1) and span[0] <= tail[1] + 1 + (tail[1] - tail[0]) and \
+                    span[1] >= tail[1]:
                 group.append(log)
                 break
         else:
             groups.append([log])
+            alike.append(groups[-1])
     return groups
 
 
