@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from diag.checkpoints.convert.contents import RECORD
 from diag.checkpoints.convert.plan import OutFile, Payload, Plan, Span, Zeros
 from diag.checkpoints.convert.recipe import box, rows_of_box
 from diag.checkpoints.convert.source import Source
@@ -134,8 +135,14 @@ class _Run:
     @contextlib.contextmanager
     def _locked(self) -> Any:
         try:
+            if self.temporary.is_symlink():
+                raise UsageError(f"{self.temporary}: is a link, and nothing is written through it; remove it")
             self.temporary.mkdir(parents=True, exist_ok=True)
-            self.journal = os.open(self.temporary / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            ours = (self.temporary / JOURNAL).exists() or next(self.temporary.rglob(RECORD), None) is not None
+            if not ours and any(self.temporary.iterdir()):
+                raise UsageError(f"{self.temporary}: holds files that are not of a conversion; move it away")
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+            self.journal = os.open(self.temporary / JOURNAL, flags, 0o644)
         except OSError as error:
             raise UsageError(f"{self.temporary}: cannot be written: {error.strerror or error}") from None
         try:
@@ -166,7 +173,8 @@ class _Run:
                 self.resumed.add((file.name, int(fields[1])))
             if lines[-1]:
                 os.write(self.journal, b"\n")
-        elif lines != [""]:
+        elif lines != [""] or any(p.name != JOURNAL for p in self.temporary.iterdir()):
+            # another conversion's, or one that was killed between giving up its journal and its last rename
             self.result.restarted = True
             for entry in self.temporary.iterdir():
                 if entry.name != JOURNAL:
@@ -201,7 +209,7 @@ class _Run:
         for file in self.plan.files:
             path = self.temporary / file.name
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             try:
                 os.ftruncate(descriptor, file.size)
                 for at, data in file.literals:
@@ -398,7 +406,15 @@ def write_marks(plan: Plan, folder: Path) -> None:
 
 def refuse_existing(destination: Path) -> None:
     """Raises `UsageError` when something is at the destination; an empty folder is nothing."""
-    if destination.is_symlink() or destination.is_file() or (destination.is_dir() and any(destination.iterdir())):
+    try:
+        empty = not os.path.lexists(destination) or (
+            destination.is_dir() and not destination.is_symlink() and not any(destination.iterdir()))
+        destination.stat(follow_symlinks=False)  # lexists is silent about names that cannot be
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{destination}: {getattr(error, 'strerror', None) or error}") from None
+    if not empty:
         raise UsageError(f"{destination}: exists; nothing is overwritten, choose another destination")
 
 

@@ -14,6 +14,7 @@ from diag.checkpoints.convert.engine import Limits, Progress, Result
 from diag.checkpoints.convert.mapping import Family
 from diag.checkpoints.convert.plan import Plan
 from diag.checkpoints.convert.targets import TARGETS, Options
+from diag.checkpoints.formats import READERS
 from diag.checkpoints.verify.outcome import perform
 from diag.errors import ArtefactError, UsageError
 
@@ -71,6 +72,8 @@ def reshard(wish: Wish, progress: Progress | None = None) -> Done:
     start = time.monotonic()
     engine.refuse_existing(wish.destination)
     _refuse_inside(wish)
+    if wish.from_format is not None and wish.from_format not in READERS:
+        raise UsageError(f"--from {wish.from_format!r}: choose one of {', '.join(READERS)}")
     known = mapping.families(wish.mappings)
     for name in (wish.names, wish.from_names):
         if name is not None and name not in known:

@@ -57,7 +57,11 @@ def test_a_conversion_is_reported(source: Path, tmp_path: Path, capsys: pytest.C
     (["hf", "out", "--to", "dcp", "--fact", "heads"], "give name=number"),
     (["hf", "out", "--to", "dcp", "--names", "gpt5"], "the family 'gpt5' is not known"),
     (["hf", "hf", "--to", "dcp"], "exists; nothing is overwritten"),
-    (["hf", "out", "--to", "dcp", "--from", "tape"], "choose one of"),
+    (["hf", "out", "--to", "dcp", "--from", "tape"], "--from 'tape': choose one of"),
+    (["hf", "x" * 300, "--to", "dcp"], "File name too long"),
+    (["hf", "pipe", "--to", "dcp"], "exists; nothing is overwritten"),
+    (["hf", "linked", "--to", "dcp"], "is a link, and nothing is written through it"),
+    (["hf", "mine", "--to", "dcp"], "holds files that are not of a conversion"),
     (["empty", "out", "--to", "dcp"], "no checkpoint that is known"),
     (["cut", "out", "--to", "dcp"], "is damaged"),
 ])
@@ -65,11 +69,16 @@ def test_what_cannot_be_is_one_line(arguments: list[str], complaint: str, source
                                     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "linked.reshard.tmp").symlink_to("empty")
+    (tmp_path / "mine.reshard.tmp").mkdir()
+    (tmp_path / "mine.reshard.tmp" / "model-00099.safetensors").write_text("not to be committed")
+    before = sorted(tmp_path.rglob("*"))
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut" / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-400])
     status, out, err = reshard(capsys, *arguments)
     assert (status, out) == (2, "") and len(err.splitlines()) == 1 and complaint in err, err
-    assert not (tmp_path / "out").exists() and not list(tmp_path.glob("*.tmp"))
+    assert sorted(p for p in tmp_path.rglob("*") if p.parts[len(tmp_path.parts)] != "cut") == before
 
 
 class Harmful:

@@ -97,6 +97,23 @@ def test_a_leftover_of_another_conversion_is_not_taken_over(change: str, source:
     assert files(tmp_path / "cut") == files(tmp_path / "new")
 
 
+def test_killed_as_the_journal_was_gone_another_conversion_leaves_nothing_of_it(
+        source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(folder: Path) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(engine, "sync_folder", kill)
+        convert(source, tmp_path / "cut")
+    assert not (tmp_path / "cut.reshard.tmp" / engine.JOURNAL).exists()
+    for target in (tmp_path / "cut", tmp_path / "new"):
+        reshard(Wish(source=source, destination=target, options=Options(to="universal")))
+    assert files(tmp_path / "cut") == files(tmp_path / "new")
+
+
 def test_a_disk_that_writes_something_else_is_found_out(source: Path, tmp_path: Path,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     honest, calls = engine._pwrite, [0]
