@@ -9,7 +9,7 @@ import numpy as np
 
 from diag.artefacts import Artefact, Artefacts
 from diag.artefacts.log_facts import Log, Progress
-from diag.artefacts.log_progress import grad_norm_of, loss_of
+from diag.artefacts.log_progress import DURATIONS, LEAST_DURATIONS, WAITS, grad_norm_of, loss_of
 from diag.artefacts.metric_table import HasSeries, MetricTable, Series
 from diag.artefacts.metrics import MetricsLog
 from diag.series import Part, RawColumn, RawRun
@@ -176,7 +176,10 @@ def _writer(progress: Sequence[Progress]) -> list[Progress]:
                                        or item.kind in ("megatron", "olmo")):
             kind = "bar" if item.kind.startswith("bar") else item.kind.split(" ")[0]
             groups.setdefault((item.speaker.mark, kind), []).append(item)
-    return max(groups.values(), key=len) if groups else []
+    if not groups:  # a log that prints durations alone
+        took = [item for item in progress if item.kind == "took"]
+        return took if len(took) >= LEAST_DURATIONS else []
+    return max(groups.values(), key=len)
 
 
 def _style(points: Sequence[Progress]) -> str:
@@ -226,9 +229,11 @@ def _collect(points: Sequence[Progress], steps: Sequence[int], base: int, pieces
             pieces.setdefault("loss", Series()).add(step, record, loss)
         if norm is not None:
             pieces.setdefault("grad_norm", Series()).add(step, record, norm)
+        waits = bool(item.values.keys() & WAITS)
         for key, value in item.values.items():
             if key in _NOT_METRICS or key in ("loss", "grad_norm") or (loss is not None and value == loss):
                 continue
+            key = DURATIONS.get(key, key) if waits else key
             pieces.setdefault(key, Series()).add(step, record, value)
         if item.speaker.time is not None:
             pieces.setdefault("time", Series()).add(step, record, item.speaker.time)

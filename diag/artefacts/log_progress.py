@@ -43,6 +43,7 @@ _WORD = r"(?:loss|ce|ctc\w*|ppl|fer|nll|g(?:rad(?:ient)?[_-])?norm)"
 _WORD_VALUE = re.compile(rf"\b((?:[\w.-]{{0,60}}[_.-])?{_WORD}\w{{0,40}})\]?\s{{1,8}}({_NUMBER})(?![\w.])", re.I)
 #: "Loss is 1.31. Current learning rate is 0.046." (BigDL)
 _IS_VALUE = re.compile(rf"\b(loss|learning rate)\s{{1,4}}is\s{{1,4}}({_NUMBER})(?=\.?(?:[\s,;]|$))", re.I)
+_METER = re.compile(rf"\b(Time|Data(?: time)?)[:\s]\s{{0,8}}({_NUMBER})\s{{0,4}}\(")
 #: A loss under any name, and a counter under any name: the last resort.
 _ANY_LOSS = re.compile(rf"([\w./-]{{0,60}}loss)[\"'\])]?\s{{0,8}}[:= ]\s{{0,8}}[\"']?({_NUMBER})(?![\w:%])", re.I)
 _ANY_COUNT = re.compile(r"(?<![\w./-])(\d+)\s?/\s?(\d+)(?![\w./-])|\b(?:epoch|ep|round|e)[\s:=#\[(]*(\d+)\b", re.I)
@@ -52,7 +53,8 @@ _OTHER_LOSS = re.compile(r"\b(?:eval\w*|valid\w*|val|test\w*|dev)\s{0,3}[:\]|-]\
 _METRIC = re.compile(r"loss|\bce\b|ctc|ppl|perplexity|nll|grad|\blr\b|learning.rate|tok|samples|speed|time|it/s|sec",
                      re.I)
 #: Cheap test that most lines fail.
-_QUICK = (b"oss", b"OSS", b"iteration", b"step", b"%|", b"Epoch", b"ppl", b"ctc", b"tokens_per", b"grad", b"=", b"trl:")
+_QUICK = (b"oss", b"OSS", b"iteration", b"step", b"%|", b"Epoch", b"ppl", b"ctc", b"tokens_per", b"grad", b"=", b"trl:",
+          b"ation took")
 MAX_VALUES = 40
 #: A larger "step" is a damaged line.
 MAX_STEP = 10**15
@@ -107,7 +109,7 @@ def parse_line(text: str, style: Style = Style()) -> Progress | None:  # noqa: B
         known = step is not None and step == step and abs(step) < MAX_STEP
         return _made(text, style, int(step) if step is not None and known else -1, None, values, kind)
     if m := _EPOCH.search(text):
-        return _made(text, style, int(m[2]), int(m[3]), _fields(text) | _words(text), f"epoch {m[1]}")
+        return _made(text, style, int(m[2]), int(m[3]), _fields(text) | _words(text) | _meters(text), f"epoch {m[1]}")
     if "%|" in text and (m := _TQDM.search(text)):
         kind = "bar " + re.sub(r"\d+", "#", re.sub(r"^.*\]:?\s*", "", m["desc"]).strip())[-40:]
         made = _made(text, style, int(m["n"]), int(m["total"]), _fields(m["desc"]) | _fields(m["rest"]), kind)
@@ -169,6 +171,11 @@ def _words(text: str) -> dict[str, float]:
     return found | {_key(k): _float(v) for k, v in _IS_VALUE.findall(text)} if " is " in text else found
 
 
+def _meters(text: str) -> dict[str, float]:
+    """"Time 0.414 (0.402)   Data 0.001 (0.001)" of the ImageNet example and its descendants: seconds per step."""
+    return {{"time": "iter_time", "data": "data_time"}[k.lower()[:4]]: _float(v) for k, v in _METER.findall(text)}
+
+
 @lru_cache(maxsize=4096)
 def _key(name: str) -> str:
     """"lm loss" -> "lm_loss"; words that only lead up to the name are dropped by keeping its last part."""
@@ -188,6 +195,10 @@ def _float(text: str) -> float:
     return float("nan") if number is None else number
 
 
+#: "time: 2.89 data_time: 0.004" of mmengine, detectron2 and torchvision: seconds per step, no clock.
+WAITS, DURATIONS = frozenset({"data_time", "data"}), {"time": "iter_time", "data": "data_time"}
+#: Lines that tell only how long a step took: fewer are no series.
+LEAST_DURATIONS = 8
 #: Losses beside the one that is trained for, and the scale of fp16.
 _NOT_THE_LOSS = re.compile(r"scale|balanc|aux|z_?loss|router|best|lbl|moe")
 

@@ -13,6 +13,8 @@ _AT = re.compile(r"^\W{0,8}(?:train(?:ing)? )?loss at (?:step |iter(?:ation)? )?
                  rf"({_N})\s{{0,8}}$", re.I)
 _EVALUATION = re.compile(rf"\bstep (\d{{1,15}}): train loss ({_N}), val loss ({_N})")
 _AT_STEP = re.compile(rf"\b(?:eval|val(?:idation)?) loss at (?:step|iteration) (\d{{1,15}}): ({_N})", re.I)
+#: Lines that tell only how long a step took.
+_TOOK = re.compile(rf"\b(?:iter(?:ation)?|step)(?: #?(\d{{1,15}}))? took:? ({_N}) ?(s|sec|secs|seconds|ms)\b", re.I)
 
 
 def parse_special(text: str, style: Style) -> Progress | None:
@@ -23,6 +25,9 @@ def parse_special(text: str, style: Style) -> Progress | None:
             values[{"trl": "loss", "tel": "val_loss"}.get(m[2].lower(), "eval_score")] = float(m[3])
         trained = (m[2] or "trl").lower() == "trl"
         return _made(text, int(m[1]), values, "llmc" if trained else "summary llmc", style) if values else None
+    if " took" in text and "oss" not in text and (m := _TOOK.search(text)):
+        return _made(text, int(m[1]) if m[1] else -1, {"iter_time": float(m[2]) * (1e-3 if m[3] == "ms" else 1.0)},
+                     "took", style)
     if "loss" not in text and "Loss" not in text:
         return None
     if m := _AT.match(text):

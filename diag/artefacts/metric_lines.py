@@ -16,7 +16,7 @@ from diag.artefacts import Source
 from diag.artefacts.line_layouts import Layout, Lines
 from diag.artefacts.log_facts import Progress, Speaker
 from diag.artefacts.log_lines import Style, style_of
-from diag.artefacts.log_progress import find_progress, grad_norm_of, loss_of
+from diag.artefacts.log_progress import DURATIONS, LEAST_DURATIONS, WAITS, find_progress, grad_norm_of, loss_of
 from diag.artefacts.log_scan import blocks
 from diag.artefacts.metric_table import MetricTable
 from diag.errors import ArtefactError
@@ -108,6 +108,7 @@ def assemble(state: Lines, table: MetricTable) -> None:
         writer.losses += loss_of(item) is not None
     useful = {k: w for k, w in writers.items() if k[1] != "summary" and
               (w.losses or k[1] in ("megatron", "olmo") or any("loss_scale" in p.values for p in w.loose))}
+    useful = useful or {k: w for k, w in writers.items() if k[1] == "took" and _count(w) >= LEAST_DURATIONS}
     if not useful:
         return
     chosen_key = max(useful, key=lambda k: (useful[k].losses, _count(useful[k])))
@@ -223,7 +224,9 @@ def _fill(table: MetricTable, lines: Ints, steps: Ints, entries: Entries, family
             entries[target] = entries.pop(names[int(value)])
     if family == "megatron":
         _vanished(entries)
+    waits = bool(entries.keys() & WAITS)
     for key, (rows, values) in entries.items():
+        key = DURATIONS.get(key, key) if waits else key
         if key not in ("step", "iteration", "global_step", "num_updates"):
             table.column(key).extend(steps[rows], lines[rows], values)
 

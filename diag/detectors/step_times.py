@@ -71,10 +71,10 @@ def _slower(run: Run, cost: Cost, shares: Shares) -> Finding | None:
         data = _data_growth(run, cost, step.point)
         if data is not None and data >= DATA_EXPLAINS:
             return _finding(run, cost, step.point, "slow_data_io", 0.75,
-                            f"{_noun(cost)} {step.ratio - 1:.0%} longer{since}, and {data:.0%} of it is waiting for "
-                            "data.", ratio=step.ratio)
+                            f"{_noun(cost)} {_longer(step.ratio)}{since}, and {min(data, 1):.0%} of it is waiting "
+                            "for data.", ratio=step.ratio)
         return _finding(run, cost, step.point, "slow_node", 0.62,
-                        f"{_noun(cost)} {step.ratio - 1:.0%} longer{since}, and stay so.", ratio=step.ratio)
+                        f"{_noun(cost)} {_longer(step.ratio)}{since}, and stay so.", ratio=step.ratio)
     raw = cost.column.values
     if not cost.per_step and early_fall(cost, 1 / float(raw[0]), 1 / float(raw[-1])) \
             and not (shares.data is not None and shares.data < DATA_WAIT / 2):
@@ -197,6 +197,10 @@ def _steady(cost: Cost) -> Finding:
 
 def _noun(cost: Cost) -> str:
     return "Steps take" if cost.per_step else "Steps, by their throughput, take"
+
+
+def _longer(ratio: float) -> str:
+    return f"{ratio - 1:.0%} longer" if ratio < 3 else f"{ratio:.3g} times as long"
 
 
 def _at(run: Run, cost: Cost, point: int) -> str:

@@ -28,6 +28,8 @@ RISE_SHARE = 0.03
 RISE_SIGMAS = 6.0
 #: Points before and after the rise, and the share of the series after which "it stays so" may be said.
 LEAST_BEFORE, LEAST_AFTER, AFTER_SHARE = 4, 3, 0.05
+#: In an excerpt so short that its first points count too.
+SHORT_RATIO = 2.0
 #: Creeping: each quarter slower than the one before, and so much in all.
 CREEP_SHARE = 0.15
 #: The rate falls from the first steps on, as it does when a cache in front of slow storage runs empty.
@@ -104,8 +106,9 @@ def _work(run: Run, column: Column) -> Floats:
 
 def _cost(column: Column, values: Floats, *, per_step: bool) -> Cost | None:
     keep = np.isfinite(values) & (values > 0)
-    keep[:SETTLING] = False
-    if keep.sum() < LEAST_BEFORE + LEAST_AFTER:
+    spare = int(keep.sum()) - LEAST_BEFORE - LEAST_AFTER
+    keep[: min(SETTLING, max(spare, 0))] = False
+    if spare < 0 or keep.sum() < LEAST_BEFORE + LEAST_AFTER:
         return None
     return Cost(column, column.steps[keep], values[keep], np.flatnonzero(keep), per_step)
 
@@ -157,6 +160,8 @@ def _rise(cost: Cost, values: Floats, size: int) -> Rise | None:
     if best is None:
         return None
     ratio, at, low = best
+    if len(cost.column) < SETTLING + LEAST_BEFORE + LEAST_AFTER and ratio < SHORT_RATIO:
+        return None
     begin = max(0, (at - 1) * size)  # the exact point lies in the bin before or in this one
     points = cost.values[begin : (at + 1) * size]
     left, right = np.abs(points - low), np.abs(points - low * ratio)  # the split that fits both levels best
