@@ -167,8 +167,8 @@ def _normal(text: bytes) -> str:
 
 def _hinted(line: bytes) -> bool:
     """Cheap test that most lines fail."""
-    return (b"oss" in line or b"iteration" in line or b"step" in line or b"%|" in line or b"Epoch" in line or b"ation took" in line
-            or b"grad" in line or b"ppl" in line or b"trl:" in line or b"OSS" in line)
+    return (b"oss" in line or b"iteration" in line or b"step" in line or b"%|" in line or b"Epoch" in line
+            or b"ation took" in line or b"grad" in line or b"ppl" in line or b"trl:" in line or b"OSS" in line)
 
 
 class Lines:
