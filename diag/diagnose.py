@@ -142,6 +142,8 @@ def _our_fault(reader: Reader, source: Source, error: Exception) -> Unreadable:
 def _refused(source: Source, reader: Reader | None) -> Unreadable:
     if not source.head:
         problem = "is empty"
+    elif source.head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        problem = "is UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8"
     elif reader is None:
         problem = "is in no format that is known here"
     else:
@@ -165,9 +167,12 @@ def detect(artefacts: Artefacts, chosen: list[Detector]) -> tuple[list[Finding],
     findings: list[Finding] = []
     ran = 0
     missing: dict[str, list[str]] = {}
+    absent_inputs: set[str] = set()
     for entry in chosen:
         if not all(artefacts.of(kind) for kind in entry.needs):
-            missing.setdefault(f"no {entry.subject} among the inputs", []).append(entry.topic)
+            reason = f"no {entry.subject} among the inputs"
+            absent_inputs.add(reason)
+            missing.setdefault(reason, []).append(entry.topic)
             continue
         try:
             said = list(entry.run(artefacts))
@@ -183,6 +188,8 @@ def detect(artefacts: Artefacts, chosen: list[Detector]) -> tuple[list[Finding],
         for note in absent:
             missing.setdefault(note.reason, []).append(entry.topic)
         ran += not said or len(absent) < len(said)
+    if not ran:  # what the inputs lack leads, not what else could have been given
+        missing = dict(sorted(missing.items(), key=lambda item: item[0] in absent_inputs))
     return findings, [f"{', '.join(sorted(set(topics)))}: {reason}" for reason, topics in missing.items()], ran
 
 

@@ -35,10 +35,13 @@ _FILE_HOST = re.compile(r"(?:^|[._-])((?:node|host|worker|gpu|compute|dgx|hgx|po
 
 _CONTROL = bytes((*range(7), *range(14, 27), *range(28, 32)))
 _ASCII = bytes(range(128))
+#: What a crash of the host, or truncation under an open log (copytruncate), leaves between its lines.
+_HOLE = re.compile(rb"\0{512,}")
 
 
 def sniff(head: bytes, name: str) -> float:
     """Printable text with lines. Weak (0.2) unless lines look logged, so that every specific format wins."""
+    head = _HOLE.sub(b"\n", head)
     if not head.strip():
         return 0.0
     sample = head[:16_384]

@@ -151,3 +151,26 @@ def test_artefacts_of_one_folder_belong_together() -> None:
     everything = Artefacts([run_a, run_b, config])
     assert everything.beside(run_b, Config) is config and everything.beside(run_a, Config) is None
     assert everything.of(Config) == [config]
+
+
+def test_a_hole_of_nul_bytes_does_not_hide_a_log(tmp_path: Path) -> None:
+    """What a crashed host, or truncation under an open file, leaves in the middle of a log."""
+    log = tmp_path / "rank_0.log"
+    head = b"[rank0]: step 1 loss 2.5\n" * 4
+    tail = b'Traceback (most recent call last):\n  File "t.py", line 8, in main\n    f()\nKeyError: \'labels\'\n'
+    log.write_bytes(head + b"\0" * 100_000 + tail)
+    report = diagnose([log])
+    assert report.verdict == "failed" and "KeyError" in report.headline
+
+
+def test_utf_16_is_named_with_the_way_out(tmp_path: Path) -> None:
+    log = tmp_path / "rank_0.log"
+    log.write_bytes("[rank0]: step 1 loss 2.5\n".encode("utf-16"))
+    report = diagnose([log])
+    assert "UTF-16" in report.headline and "iconv" in report.headline
+
+
+def test_what_the_input_lacks_leads_the_headline(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {s}, "loss": 2.0}}\n' for s in range(60)))
+    headline = diagnose([tmp_path], only="steps").headline
+    assert "no step times" in headline and "events" not in headline
