@@ -56,6 +56,8 @@ class Event:
     height: float
     points: int
     sigmas: float
+    #: one point alone, with its neighbours on course: the noise of a batch as often as a fault
+    lone: bool = False
 
 
 def excursions(steps: Ints, values: Floats, *, from_start: bool) -> list[Event]:
@@ -155,7 +157,8 @@ def _judge(search: _Search, place: int, n: int) -> Event | None:
     kind = _kind(rise, peak, height, last, start, n, sigma)
     return Event(kind=kind, onset=onset, peak=start + peak, end=last, level=float(np.exp(level)), sigma=sigma,
                  height=float(np.exp(y[start + peak]) - np.exp(level)),
-                 points=(last if last is not None else n) - onset, sigmas=height / sigma)
+                 points=(last if last is not None else n) - onset, sigmas=height / sigma,
+                 lone=end == 1 and above == 1 and onset == start and abs(float(rise[1])) <= BACK_SIGMA * sigma)
 
 
 def _end(rise: Floats, back: float) -> int | None:

@@ -24,6 +24,8 @@ RESUME_POINTS = 3
 DROP_SIGMA, DROP_SHARE, DROP_POINTS, DROP_HISTORY = 6.0, 0.08, 8, 32
 #: An excursion among the first points of a run from scratch is a rough start when the run gets below where it began.
 START_POINTS, START_STEPS = 24, 400
+#: One point this many times its level above it is more than the noise of a batch.
+BLIP_FACTOR = 2.0
 #: Points shown as evidence.
 SHOWN = 5
 
@@ -167,7 +169,7 @@ def _excursion(run: Run, column: Column, cause: str, group: list[Event]) -> Seen
     severity: Severity = "warning"
     if event.kind == "divergence":
         severity = "error"
-    elif why.changed and event.kind != "open":
+    elif why.changed and event.kind != "open" or cause == "loss_spike" and _noise(event, group, why):
         severity = "info"
     numbers: dict[str, Any] = {
         "kind": "not recovering" if event.kind == "divergence" else event.kind,
@@ -188,6 +190,11 @@ def _excursion(run: Run, column: Column, cause: str, group: list[Event]) -> Seen
     finding.summary = sentence_of(cause, run, column, event, why, len(group))
     finding.fix = fix_of(cause, run, onset, why) if severity != "info" else []
     return Seen(finding, int(column.steps[first]))
+
+
+def _noise(event: Event, group: list[Event], why: Blame) -> bool:
+    """One point alone, once in the run, of no great height, that no gradient norm shows: told, not warned of."""
+    return event.lone and len(group) == 1 and event.height < BLIP_FACTOR * event.level and why.norm_ratio is None
 
 
 def _confidence(event: Event, points: int) -> float:

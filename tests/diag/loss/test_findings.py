@@ -175,3 +175,19 @@ def test_random_series_never_raise() -> None:
         for _ in range(6):
             values = rng.choice([0.0, 1.0, 2.0, np.nan, np.inf, -1.0, 1e30, 1e-30], n) * rng.random(n)
             findings_of(run_of(loss=values, grad_norm=np.abs(values), lr=values))
+
+
+def test_one_point_alone_is_told_and_warned_of_only_when_more_shows_it() -> None:
+    loss, norm = healthy(), np.full(600, 0.5)
+    loss[400] *= 1.4
+    assert [(f.cause, f.severity) for f in findings_of(run_of(loss=loss, grad_norm=norm))] == [("loss_spike", "info")]
+    norm[400] = 5.0
+    assert only(run_of(loss=loss, grad_norm=norm)).cause == "loss_spike"  # the norm shows it too
+    again = loss.copy()
+    again[500] *= 1.4
+    assert only(run_of(loss=again)).cause == "loss_spike"  # it repeats
+    loss[400] *= 4
+    assert only(run_of(loss=loss)).cause == "loss_spike"  # it is large
+    longer = healthy()
+    longer[400:402] *= 1.4
+    assert only(run_of(loss=longer)).cause == "loss_spike"
