@@ -13,6 +13,8 @@ from diag.schema import Evidence, Finding, Severity, Where
 #: Values that differ by less than this share are the same: memory that firmware reserved differently.
 SAME_SHARE = 0.02
 _ABSENT = "-"
+#: With more hosts the table shows the odd ones only, beside the usual value.
+MAX_COLUMNS = 6
 
 
 def _gpus(facts: HostFacts) -> str:
@@ -129,15 +131,20 @@ def compare(places: Sequence[Place]) -> Iterator[Finding]:
         return
     rows.sort(key=lambda row: row["what"] not in {what for what, _, severity in ROWS if severity == "warning"})
     guilty = [label for label, _ in odd.most_common()]
+    if guilty and len(hosts) > MAX_COLUMNS:
+        shown = {"what", "odd", "usual", *guilty[:MAX_COLUMNS]}
+        rows = [{key: value for key, value in row.items() if key in shown} for row in rows]
     named = f"{', '.join(guilty[:4])}{' and more' if len(guilty) > 4 else ''}" if guilty else "no majority"
     first = rows[0]
-    example = "; ".join(f"{label} {str(first[label]).removesuffix(' ←')}" for label in (guilty or labels)[:2])
+    # Rows are cut to the guilty hosts above: the example is theirs as well.
+    example = "; ".join(f"{label} {first[label].removesuffix(' ←')}" for label in (guilty or labels)[:2])
     summary = f"{len(hosts)} hosts of one job differ in {', '.join(str(row['what']) for row in rows[:4])}" \
               f"{' and more' if len(rows) > 4 else ''}: {named} ({first['what']}: {example})"
     yield Finding(cause="hosts_differ", role="context", severity=worst, confidence=0.9, summary=summary,
                   where=Where(hosts=guilty), numbers={"standing": True, "differences": rows, "hosts": len(hosts)},
                   evidence=[Evidence(path=place.path or f"{label}:live", text=f"{first['what']}: {first[label]}")
-                            for place, label in zip(places, labels, strict=True)][:8])
+                            for place, label in sorted(zip(places, labels, strict=True),
+                                                       key=lambda pair: pair[1] not in guilty) if label in first][:8])
 
 
 def labels_of(hosts: Sequence[HostFacts]) -> list[str]:

@@ -52,3 +52,11 @@ def test_one_fault_of_all_hosts_is_one_finding() -> None:
     found = [item for item in said if isinstance(item, Finding) and item.cause == "too_many_open_files"]
     assert len(found) == 1 and found[0].where.hosts == [f"n{i}" for i in range(5)]
     assert found[0].summary.startswith("5 hosts alike")
+
+
+def test_of_many_hosts_only_the_odd_ones_are_columns() -> None:
+    hosts = [host(f"n{i}", **({"driver": "1.2.3"} if i in (7, 40) else {})) for i in range(64)]
+    found = difference(*hosts)
+    assert found is not None and found.where.hosts == ["n7", "n40"]
+    assert list(found.numbers["differences"][0]) == ["what", "odd", "usual", "n7", "n40"]
+    assert [item.text for item in found.evidence] == ["driver: 1.2.3 ←"] * 2
