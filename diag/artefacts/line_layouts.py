@@ -38,6 +38,8 @@ MAX_LAYOUTS = 256
 #: Lines that look like progress and follow no layout known so far: so many are tried one by one.
 MAX_SLOW = 150_000
 MAX_LINE = 4000
+#: Shapes of lines without a hint that are kept in mind.
+REMEMBERED = 20_000
 #: Rows are turned into arrays in pieces of this size.
 CHUNK = 4096
 _DIGITS = bytes.maketrans(b"123456789", b"000000000")
@@ -187,14 +189,21 @@ class Lines:
 
     def feed(self, block: bytes) -> None:
         """All lines of `block`."""
-        active = self.layouts
+        active, rejected = self.layouts, self.rejected
         lines = block.split(b"\n")
         left = self._by_columns(block, len(lines))
         base = self.number + 1
         self.number += len(lines)
         for index in left:
             line = lines[index]
-            if not _hinted(line) or len(line) > MAX_LINE:
+            if len(line) > MAX_LINE:
+                continue
+            shape = line.translate(_DIGITS)
+            if shape in rejected:  # most of what is left: timers, memory, chatter that repeats
+                continue
+            if not _hinted(line):
+                if len(rejected) < REMEMBERED:
+                    rejected.add(shape)
                 continue
             number = base + index
             for place, layout in enumerate(active):
