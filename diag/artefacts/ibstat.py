@@ -15,8 +15,8 @@ NAME = "ibstat"
 MAX_BYTES = 16 << 20
 
 _CA = re.compile(r"^CA '([^']+)'")
-_PORT = re.compile(r"^\s+Port (\d+):")
-_STATUS = re.compile(r"^Infiniband device '([^']+)' port (\d+) status:", re.I)
+_PORT = re.compile(r"^\s+Port ([0-9]{1,4}):")
+_STATUS = re.compile(r"^Infiniband device '([^']+)' port ([0-9]{1,4}) status:", re.I)
 _KEY = re.compile(r"^\s+([\w ]+):\s*(.*)$")
 _SNIFF = re.compile(rb"^(?:CA '[^'\n]+'\s*\n\s+CA type:|Infiniband device '[^'\n]+' port \d+ status:)", re.M)
 
@@ -77,7 +77,7 @@ def _set(port: IbPort, key: str, value: str, number: int) -> None:
     elif key in ("physical state", "phys state"):
         port.physical_state = value.partition(": ")[2] or value
     elif key == "rate":
-        rate = re.match(r"[\d.]+", value)
+        rate = re.match(r"[0-9]{1,6}(?:\.[0-9]{1,6})?", value)
         port.rate = float(rate[0]) if rate else None
         port.lines["rate"] = number
     elif key in ("link layer", "link_layer"):

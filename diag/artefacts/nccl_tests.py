@@ -13,16 +13,19 @@ from diag.artefacts import Artefact, Source, Unreadable
 NAME = "nccl-tests"
 MAX_BYTES = 64 << 20
 
-_ROW = re.compile(r"^\s*(?:\S+: )?\s*(\d+)\s+(\d+)\s+(\w+)\s+(\w+)\s+(-?\d+)"
-                  r"\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)\s+(\d+|N/A)"
-                  r"(?:\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)\s+(\d+|N/A))?\s*$")
+_FLOAT = r"([0-9]{1,15}(?:\.[0-9]{1,9})?)"
+_WRONG = r"([0-9]{1,18}|N/A)"
+_ROW = re.compile(r"^\s*(?:\S+: )?\s*([0-9]{1,18})\s+([0-9]{1,18})\s+(\w+)\s+(\w+)\s+(-?[0-9]{1,9})"
+                  rf"\s+{_FLOAT}\s+{_FLOAT}\s+{_FLOAT}\s+{_WRONG}"
+                  rf"(?:\s+{_FLOAT}\s+{_FLOAT}\s+{_FLOAT}\s+{_WRONG})?\s*$")
 _SNIFF_ROW = re.compile(rb"^[ \t]*\d+[ \t]+\d+[ \t]+(?:u?int\d+|float8?\w*|half|double|bfloat16|[iu]?char)[ \t]+"
                         rb"\w+[ \t]+-?\d+[ \t]+[\d.]+[ \t]+[\d.]+[ \t]+[\d.]+", re.M)
-_DEVICE = re.compile(r"#\s+Rank\s+(\d+).*?Pid\s+(\d+) on\s+(\S+) device\s+(\d+) \[[^\]]*\] (.+?)\s*$")
+_DEVICE = re.compile(r"#\s+Rank\s+([0-9]{1,9}).*?Pid\s+([0-9]{1,9}) on\s+(\S+) device\s+([0-9]{1,4}) "
+                     r"\[[^\]]*\] (.+?)\s*$")
 _TEST = re.compile(r"Collective test starting: (\w+?)_perf|\b(all_reduce|all_gather|reduce_scatter|alltoall|broadcast"
                    r"|sendrecv|reduce|gather|scatter|hypercube)_perf\b")
-_BOUNDS = re.compile(r"# Out of bounds values : (\d+) (OK|FAILED)")
-_AVERAGE = re.compile(r"# Avg bus bandwidth\s*:\s*([\d.]+)")
+_BOUNDS = re.compile(r"# Out of bounds values : ([0-9]{1,18}) (OK|FAILED)")
+_AVERAGE = re.compile(rf"# Avg bus bandwidth\s*:\s*{_FLOAT}")
 
 
 @dataclass(slots=True)
@@ -88,7 +91,7 @@ def _text(result: NcclTests, text: str) -> None:
             for algorithm, bus, wrong in ((found[7], found[8], found[9]), (found[11], found[12], found[13])):
                 if bus is not None:
                     result.rows.append(Row(size, float(algorithm), float(bus),
-                                           int(wrong) if wrong.isdigit() else None, number))
+                                           int(wrong) if wrong != "N/A" else None, number))
         elif found := _DEVICE.search(line):
             result.devices.append((int(found[1]), found[3], found[5]))
         elif found := _BOUNDS.search(line):
@@ -113,7 +116,7 @@ def _json(result: NcclTests, document: dict[str, Any]) -> None:
             if isinstance(measured, dict) and "bus_bw" in measured:
                 wrong = measured.get("nwrong")
                 result.rows.append(Row(int(row["size"]), float(measured.get("alg_bw", 0.0)), float(measured["bus_bw"]),
-                                       int(str(wrong)) if str(wrong).isdigit() else None))
+                                       wrong if isinstance(wrong, int) else None))
     bounds = document.get("out_of_bounds") or {}
     if isinstance(bounds, dict) and "count" in bounds:
         result.out_of_bounds, result.failed = int(bounds["count"]), bounds.get("okay") is False

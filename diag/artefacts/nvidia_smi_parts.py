@@ -62,6 +62,8 @@ _CSV_FIELDS = {
     "pcie.link.width.current": ("pcie_width", "integer"), "pcie.link.width.max": ("pcie_width_max", "integer"),
     "fabric.state": ("fabric_state", "text"), "fabric.status": ("fabric_status", "text"),
 }
+#: A count as it is printed; digits of other scripts and absurd lengths are none.
+_COUNT = re.compile(r"[0-9]{1,18}")
 _CSV_REASONS = {"hw_slowdown": "hw_slowdown", "hw_thermal_slowdown": "hw_thermal_slowdown",
                 "hw_power_brake_slowdown": "hw_power_brake", "sw_thermal_slowdown": "sw_thermal_slowdown",
                 "sw_power_cap": "sw_power_cap"}
@@ -78,7 +80,7 @@ def value_of(text: str, kind: str) -> object:
         return {"enabled": True, "disabled": False}.get(plain.lower())
     if kind == "yes":
         return {"yes": True, "no": False, "1": True, "0": False}.get(plain.lower())
-    number = re.match(r"-?\d+(?:\.\d+)?", plain)
+    number = re.match(r"-?[0-9]{1,18}(?![0-9])(?:\.[0-9]{1,9})?", plain)
     if number is None:
         return None
     if kind == "float":
@@ -164,7 +166,7 @@ class Query(Part):
                 self.driver = text.strip()
             elif path == "cuda version":
                 self.cuda = text.strip()
-            elif path == "attached gpus" and text.strip().isdigit():
+            elif path == "attached gpus" and _COUNT.fullmatch(text.strip()):
                 self.attached = int(text)
             return
         gpu = self.gpus[-1]
@@ -174,7 +176,7 @@ class Query(Part):
             if text.strip() == "Active" and name in _REASONS:
                 gpu.throttle.append(_REASONS[name])
                 gpu.lines[_REASONS[name]] = number
-        elif path.startswith("ecc errors/") and text.strip().isdigit():
+        elif path.startswith("ecc errors/") and _COUNT.fullmatch(text.strip()):
             self._errors(gpu, path, int(text), number)
         elif text.strip().lower() in _BROKEN - {"unknown error", "[unknown error]"}:
             # Some drivers answer "Unknown Error" for what a card does not have (Addressing Mode of an RTX 4090).
@@ -201,8 +203,8 @@ class Table(Part):
     """The default table."""
 
     _HEAD = re.compile(r"^\| NVIDIA-SMI [\d.]+ +Driver Version: ([\d.]+) +CUDA Version: ([\d.]+|N/A)")
-    _FIRST = re.compile(r"^\| +(\d+) {2}(\S.*?) +(On|Off|N/A) *\| +([\dA-Fa-f:.]+) +\S+ *\| +(\S+) *\|$")
-    _SECOND = re.compile(r"^\| *(\S+) +(\S+) +(P\d+|\S+) +(\S+) */ *(\S+) *\| *(\d+)MiB / *(\d+)MiB *"
+    _FIRST = re.compile(r"^\| +(\d{1,4}) {2}(\S.*?) +(On|Off|N/A) *\| +([\dA-Fa-f:.]+) +\S+ *\| +(\S+) *\|$")
+    _SECOND = re.compile(r"^\| *(\S+) +(\S+) +(P\d+|\S+) +(\S+) */ *(\S+) *\| *(\d{1,12})MiB / *(\d{1,12})MiB *"
                          r"\| *(\S+) +(.*?) *\|$")
 
     def __init__(self) -> None:
@@ -241,7 +243,7 @@ class Table(Part):
 class Links(Part):
     """`nvidia-smi -L` and `nvidia-smi nvlink -s`."""
 
-    _GPU = re.compile(r"^GPU (\d+): (.+?) \(UUID: (\S+?)\)$")
+    _GPU = re.compile(r"^GPU (\d{1,4}): (.+?) \(UUID: (\S+?)\)$")
     _LINK = re.compile(r"^\s+Link (\d+): (<inactive>|[\d.]+ GB/s|\S.*)$")
 
     def line(self, number: int, line: str) -> bool:
@@ -287,7 +289,7 @@ class Csv(Part):
             return True  # a list of processes, not of GPUs
         self.driver = row.get("driver_version", self.driver)
         index = row.get("index", "")
-        gpu = Gpu(index=int(index) if index.isdigit() else len(self.gpus), lines={"gpu": number})
+        gpu = Gpu(index=int(index) if _COUNT.fullmatch(index) else len(self.gpus), lines={"gpu": number})
         for name, text in row.items():
             if name in _CSV_FIELDS:
                 fill(gpu, *_CSV_FIELDS[name], text, number, name)
@@ -315,7 +317,7 @@ class Topology:
 class TopoReader:
     """`nvidia-smi topo -m`, by tabs or by spaces."""
 
-    _CELL = re.compile(r"^(?:X|NV\d+|SYS|NODE|PHB|PXB|PIX|PXN|P2C|SOC|N/A|-)$")
+    _CELL = re.compile(r"^(?:X|NV[0-9]{1,3}|SYS|NODE|PHB|PXB|PIX|PXN|P2C|SOC|N/A|-)$")
 
     def __init__(self) -> None:
         self.found: list[Topology] = []
@@ -328,12 +330,12 @@ class TopoReader:
                                       (len(words) > 1 and re.match(r"NIC\d|mlx5_\d", words[1]))):
             self._columns = []
             for word in words:
-                if not re.match(r"^(?:GPU|NIC|mlx\d_|MLX)\w*\d$", word):
+                if not re.match(r"^(?:GPU[0-9]{1,4}|(?:NIC|mlx\d_|MLX)\w*\d)$", word):
                     break
                 self._columns.append(word)
             self.found.append(Topology(line=number, gpus=sum(c.startswith("GPU") for c in self._columns)))
             return
-        row = re.match(r"^GPU(\d+)$", words[0]) if words else None
+        row = re.match(r"^GPU([0-9]{1,4})$", words[0]) if words else None
         if row is None or not self._columns or len(words) <= len(self._columns):
             return
         cells = words[1 : 1 + len(self._columns)]

@@ -272,3 +272,15 @@ def test_any_cut_is_a_value(text: str, name: str) -> None:
             item = reader.read(source)
             if type(item) in DETECTORS:
                 alarms(item)
+
+
+@pytest.mark.parametrize("value", ["²", "٣" * 3, "9" * 5000, "-1", "1e999"])
+def test_numbers_that_are_none(value: str) -> None:
+    for text in (query(2, volatile=value, gen=value), TABLE.format(ecc=value), port("mlx5_0", rate=value),  # type: ignore[arg-type]
+                 table(3.0).replace("17179869184 ", f"{value} "), query(1, attached=value)):  # type: ignore[arg-type]
+        source = memory_source(text.encode(), "x.txt")
+        reader = recognise(source)
+        assert reader is not None
+        item = reader.read(source)
+        if type(item) in DETECTORS:
+            alarms(item)
