@@ -66,7 +66,7 @@ class Limits:
         slab = min(SLAB, free // (3 * self.threads))
         if slab < _LEAST:
             least = resident() + 3 * self.threads * _LEAST
-            raise UsageError(f"--max-memory {self.memory / 1e6:.0f} MB is too little for {self.threads} threads here; "
+            raise UsageError(f"--max-memory {self.memory / 1e6:,.6g} MB is too little for {self.threads} threads here; "
                              f"give at least {least / 1e6 + 10:.0f} MB, or fewer threads")
         return slab
 
@@ -203,7 +203,7 @@ class _Run:
             with contextlib.suppress(OSError):
                 if not self.resumed:
                     shutil.rmtree(self.temporary)
-            raise UsageError(f"{self.destination}: needs {need / 1e9:,.2f} GB, {free / 1e9:,.2f} GB are free there")
+            raise UsageError(f"{self.destination}: needs {need / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free there")
 
     def _prepare(self) -> None:
         for file in self.plan.files:

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from diag.checkpoints.convert.targets import TARGETS
 from diag.commands.reshard import FORMATS
 from pdtrain.cli import main
-from tests.diag.checkpoints.convert.samples import mixtral, write_hf
+from tests.diag.checkpoints.convert.samples import mixtral, read_all, write_hf
 
 
 @pytest.fixture
@@ -108,9 +108,13 @@ def test_a_hostile_pickle_never_runs(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not mark.exists() and not list(tmp_path.glob("out*"))
 
 
-def test_a_name_that_leaves_the_destination_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["../../escaped", "..", ".", "", "/etc/x", "a/b", "a\nb", "a\x1b[31mb", "n" * 256])
+def test_a_name_that_no_folder_can_have_is_refused_where_one_is_needed(
+        name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "hf").mkdir()
-    save_file({"../../escaped": np.ones(4, np.float32)}, tmp_path / "hf" / "model.safetensors")
+    save_file({name: np.ones(4, np.float32)}, tmp_path / "hf" / "model.safetensors")
     status, _, err = reshard(capsys, tmp_path / "hf", tmp_path / "out", "--to", "universal")
-    assert status == 2 and "outside of the checkpoint" in err
+    assert status == 2 and "no folder can have this one" in err and "\x1b" not in err and err.count("\n") == 1
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["hf", "model.safetensors"]
+    assert reshard(capsys, tmp_path / "hf", tmp_path / "out", "--to", "dcp")[0] == 0
+    assert list(read_all(tmp_path / "out")) == [name]

@@ -6,6 +6,7 @@ groups' hyper-parameters stay those of the run that loads it. Layout of deepspee
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from typing import Any
 
@@ -22,6 +23,8 @@ from diag.errors import ArtefactError
 NAME = "universal"
 #: DeepSpeed pairs its parameter groups with these; empty ones change nothing.
 _GROUPS = 64
+#: NAME_MAX of the usual file systems, in bytes.
+_LONGEST = 255
 
 
 def plan(contents: Contents, entries: dict[str, Entry], family: Family | None, options: Options) -> Plan:
@@ -29,6 +32,7 @@ def plan(contents: Contents, entries: dict[str, Entry], family: Family | None, o
     out = Plan(home=f"global_step{contents.step or 0}_universal")
     masters(entries, out, "universal")
     for entry in entries.values():
+        _refuse_as_folder(entry.name)
         states: dict[str, Recipe | None] = {"fp32": entry.main}
         states |= {k: r for k, r in entry.states.items() if k not in ("weight", "master")} | {"step": entry.step}
         for state, recipe in states.items():
@@ -46,6 +50,13 @@ def plan(contents: Contents, entries: dict[str, Entry], family: Family | None, o
     out.mark("latest_universal", f"{out.home}".encode(), at_root=True)
     out.notes.append(f"load it with load_universal_checkpoint and tag {out.home}")
     return out
+
+
+def _refuse_as_folder(name: str) -> None:
+    """Raises `ArtefactError` for a parameter that cannot give a folder its name, which is how the format names it."""
+    if name in ("", ".", "..") or "/" in name or not name.isprintable() or len(os.fsencode(name)) > _LONGEST:
+        raise ArtefactError(f"{name[:80]!r}: universal keeps a parameter in a folder of its name, and no folder can "
+                            "have this one; choose another format")
 
 
 def stored(recipe: Recipe, label: str) -> Stored:

@@ -146,7 +146,7 @@ def test_refusals_before_anything_is_written(source: Path, tmp_path: Path, monke
     full = os.statvfs_result((real[0], 1, real[2], 5, 5, *real[5:]))
     with monkeypatch.context() as patch:
         patch.setattr(os, "statvfs", lambda _: full)
-        with pytest.raises(UsageError, match=r"needs 0\.00 GB, 0\.00 GB are free"):
+        with pytest.raises(UsageError, match=r"needs 0\.3 MB, 0\.0 MB are free"):
             convert(source, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "there"]
     (tmp_path / "out.reshard.tmp").mkdir()
