@@ -82,12 +82,13 @@ def _shared(command: Callable[..., int]) -> Callable[..., int]:
 class _Request:
     """What the shared options ask for, read once: run, warnings, hardware, options of the plan."""
 
-    def __init__(self, given: dict[str, Any], *, needs_gpus: bool = False) -> None:
+    def __init__(self, given: dict[str, Any], *, free: bool = False) -> None:
+        """`free`: the degrees are to be found, so that the configuration's own need not fit --gpus."""
         from pdtrain.plan.hardware import named, parse_bytes, parse_count, with_probe
         from pdtrain.plan.setup import Options
         from pdtrain.plan.sources import read_source
 
-        if needs_gpus and given["gpus"] is None:
+        if free and given["gpus"] is None:
             raise UsageError("give --gpus N: how many devices")
         self.hardware: Hardware = named(given["hardware"])
         if given["probe"] is not None:
@@ -103,9 +104,8 @@ class _Request:
             dispatch_bytes=1.03125 if given["fp8_dispatch"] else None, node_limited=given["node_limited"],
         )  # fmt: skip
         loaded = read_source(
-            given["config"], preset=given["preset"], overrides=given["overrides"], gpus=given["gpus"],
-            context=given["context"],
-        )  # fmt: skip
+            given["config"], preset=given["preset"], overrides=given["overrides"], gpus=given["gpus"], free=free
+        )
         self.run, self.name = loaded.run, loaded.name
         self.as_json: bool = given["as_json"]
         for warning in loaded.warnings:
@@ -142,7 +142,7 @@ def sweep(trainable: bool, rows: int, plot: Path | None, **given: Any) -> int:
     """Every legal layout for --gpus devices, by predicted step time within memory; why the others are out."""
     from pdtrain.plan import sweep as sweeps
 
-    asked = _Request(given, needs_gpus=True)
+    asked = _Request(given, free=True)
     found = sweeps.sweep(
         asked.run, asked.options, asked.hardware, asked.memory, trainable=trainable, progress=_progress("layouts")
     )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tomli_w
 
 from diag.errors import UsageError
@@ -20,13 +21,17 @@ LIMIT_BYTES = 4 << 20
 
 
 def read_source(
-    path: Path | None, *, preset: str | None, overrides: Sequence[str], gpus: int | None, context: int = 1
+    path: Path | None, *, preset: str | None, overrides: Sequence[str], gpus: int | None, free: bool = False
 ) -> Loaded:
     """The run to plan. A batch that does not fit `gpus` is raised to one that does, with a warning.
+
+    free: degrees and `gpus` need not fit together yet; the batch stays, unless it is smaller than `gpus`.
 
     Raises:
         UsageError: no such file, or what it says makes no model.
     """
+    if free and gpus is not None:
+        return _freed(read_source(path, preset=preset, overrides=overrides, gpus=None), gpus)
     if path is None and preset is None:
         raise UsageError(f"give a CONFIG file or --preset NAME; presets: {', '.join(presets())}")
     if path is None or preset is not None:
@@ -38,6 +43,16 @@ def read_source(
     tables, warnings = foreign
     loaded = parse_run(tomli_w.dumps(tables), str(path), path.stem, overrides=overrides, world=gpus)
     return Loaded(loaded.run, loaded.name, (*warnings, *loaded.warnings))
+
+
+def _freed(loaded: Loaded, gpus: int) -> Loaded:
+    run, replace = loaded.run, msgspec.structs.replace
+    batch, warnings = run.train.train_batch or 1, loaded.warnings
+    if batch < gpus:
+        warnings = (*warnings, f"train.train_batch = {batch} gives {gpus} devices nothing to do: swept with {2 * gpus}")
+        batch = 2 * gpus
+    train = replace(run.train, train_batch=batch, accumulation=None)
+    return Loaded(replace(run, train=train, parallel=replace(run.parallel, ranks=gpus)), loaded.name, warnings)
 
 
 def _text(path: Path) -> str:
