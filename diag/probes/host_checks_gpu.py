@@ -22,6 +22,8 @@ OTHERS_SHARE = 0.02
 OTHERS_BYTES = 1 * GIB
 #: A GPU that works harder than this should run its PCIe link at full generation; an idle one saves power.
 BUSY_PERCENT = 50
+#: So many GPUs that show the same are one finding.
+ALIKE = 3
 #: Slowdowns that the hardware forces. A software power cap is how a GPU at full load normally runs.
 SLOWDOWNS = {"hw_thermal_slowdown": "is too hot and slowed down by its hardware",
              "hw_power_brake": "is slowed down by an external power brake",
@@ -50,15 +52,26 @@ def check(place: Place) -> Iterator[Finding | NotChecked]:
             "driver: the others are lost, or not handed to this job", at="/sys/bus/pci/devices",
             text=f"NVML lists {len(facts.gpus)} of {facts.gpus_on_bus}", confidence=0.4)
     yield from _driver(place)
-    for gpu in facts.gpus:
-        yield from memory_errors(place, gpu)
-        yield from slowed(place, gpu)
-        yield from links(place, gpu)
-        yield from state(place, gpu)
-        if place.live:
-            yield from others(place, gpu)
+    checks = [memory_errors, slowed, links, state, *([others] if place.live else [])]
+    yield from together([item for gpu in facts.gpus for one in checks for item in one(place, gpu)], len(facts.gpus))
     yield from alike(place)
     yield from peers(place)
+
+
+def together(found: list[Finding], total: int) -> Iterator[Finding]:
+    """`found`, what three GPUs or more show alike as one: a power brake of a chassis is one fault, not eight."""
+    groups: dict[tuple[object, ...], list[Finding]] = {}
+    for item in found:
+        groups.setdefault((item.cause, item.severity, item.numbers.pop("check", None)), []).append(item)
+    for first, *rest in groups.values():
+        if len(rest) < ALIKE - 1:
+            yield from (first, *rest)
+            continue
+        first.summary = f"{len(rest) + 1} of {total} GPUs alike: {first.summary}"
+        first.where.gpus = [gpu for item in (first, *rest) for gpu in item.where.gpus]
+        first.evidence += [proof for item in rest for proof in item.evidence][:7]
+        first.numbers = {"standing": True, "alike": len(rest) + 1}
+        yield first
 
 
 def _driver(place: Place) -> Iterator[Finding]:
@@ -85,7 +98,7 @@ def _say(place: Place, gpu: Gpu, cause: str, severity: str, words: str, key: str
          confidence: float = 0.9, **numbers: Any) -> Finding:
     return place.finding(cause, severity, f"{label(gpu)} {words}", at="NVML", text=text,  # type: ignore[arg-type]
                          line=gpu.lines.get(key), gpus=[short_bus(gpu.bus_id) or str(gpu.index)],
-                         confidence=confidence, gpu=gpu.index, **numbers)
+                         confidence=confidence, gpu=gpu.index, check=numbers.get("reason", key), **numbers)
 
 
 def memory_errors(place: Place, gpu: Gpu) -> Iterator[Finding]:

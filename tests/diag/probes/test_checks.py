@@ -152,3 +152,9 @@ def test_interface_down() -> None:
     nics = [Nic(name="eth0", state="down"), Nic(name="eth1", state="up", addresses=["10.0.0.1"])]
     found = said(host(nics=nics, variables={"NCCL_SOCKET_IFNAME": "eth0"}))
     assert any(f.cause == "wrong_nic" and "eth0 is down" in f.summary for f in found)
+
+
+def test_a_fault_of_all_gpus_is_one_finding() -> None:
+    braked = host(gpus=[gpu(i, throttle=["hw_slowdown", "hw_power_brake"]) for i in range(8)])
+    (found,) = [f for f in said(braked) if f.cause == "gpu_throttled"]
+    assert found.summary.startswith("8 of 8 GPUs alike") and len(found.where.gpus) == 8
