@@ -50,7 +50,7 @@ def diagnose(
                                                  device_memory=device_memory))
     items, notes = read(sources, chosen, everything=only is None, progress=progress)
     if not items:
-        raise UsageError(f"{', '.join(names[:5])}: {notes[0] if notes else 'empty; nothing to read'}")
+        raise UsageError(f"{', '.join(names[:5])}: {_nothing_to_use(notes)}")
     judged, earlier = last_starts(items)
     notes = [*earlier, *notes]
     artefacts = Artefacts(judged)
@@ -150,6 +150,10 @@ def _refused(source: Source, reader: Reader | None) -> Unreadable:
         problem = f"is a {reader.NAME} file, which this command does not use"
     name = reader.NAME if reader else "unknown"
     return Unreadable(path=source.path, format=name, bytes=source.bytes, problem=problem)
+
+
+def _nothing_to_use(notes: list[str]) -> str:
+    return f"nothing here is in a format that this command reads; {notes[0]}" if notes else "empty; nothing to read"
 
 
 def _skip_note(skipped: list[str]) -> list[str]:

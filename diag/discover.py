@@ -77,10 +77,16 @@ def _expand(path: str, options: ReadOptions, stdin: BinaryIO | None) -> Iterator
 
 
 def _walk(root: str, options: ReadOptions) -> Iterator[Source | Unreadable]:
-    """Regular files below `root`, sorted; each directory once, so that symlink loops end."""
+    """Regular files below `root`, sorted; each directory once, so that symlink loops end. A directory that may not
+    be listed is an `Unreadable`: its files are not absent."""
     visited: set[tuple[int, int]] = set()
-    for folder, names, files in os.walk(root, followlinks=True):
-        info = Path(folder).stat()
+    closed: list[OSError] = []
+    for folder, names, files in os.walk(root, onerror=closed.append, followlinks=True):
+        yield from _closed(closed)
+        try:
+            info = Path(folder).stat()
+        except OSError:  # gone since the listing
+            continue
         if (info.st_dev, info.st_ino) in visited:
             names[:] = []
             continue
@@ -94,6 +100,14 @@ def _walk(root: str, options: ReadOptions) -> Iterator[Source | Unreadable]:
             except OSError:
                 continue  # a dangling link, or gone since the listing
             yield open_file(path, options=options, given=False)
+    yield from _closed(closed)
+
+
+def _closed(errors: list[OSError]) -> Iterator[Unreadable]:
+    while errors:
+        error = errors.pop(0)
+        if not isinstance(error, FileNotFoundError):  # a folder that went away has nothing to tell
+            yield Unreadable(path=str(error.filename), format="unknown", problem=_words(error))
 
 
 def open_file(path: str, *, options: ReadOptions | None = None, given: bool = True) -> Source | Unreadable:

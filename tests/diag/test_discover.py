@@ -138,3 +138,26 @@ def test_unreadable_files_are_values(tmp_path: Path) -> None:
     path.symlink_to(tmp_path / "nothing")
     (item,) = discover([path])
     assert isinstance(item, Unreadable) and item.problem == "is a symbolic link to nothing"
+
+
+@pytest.mark.parametrize("error, told", [(PermissionError(13, "Permission denied"), True),
+                                         (FileNotFoundError(2, "No such file or directory"), False)])
+def test_a_directory_that_may_not_be_listed_is_told(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, told: bool) -> None:
+    """Root may list everything, so the refusal is played; a directory that went away meanwhile is none."""
+    (tmp_path / "node-3").mkdir()
+    (tmp_path / "node-1.log").write_bytes(TEXT)
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if Path(path).name == "node-3":
+            error.filename = str(path)
+            raise error
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    log, *rest = discover([tmp_path])
+    assert contents(log) == TEXT
+    assert [item.path for item in rest] == ([str(tmp_path / "node-3")] if told else [])
+    for item in rest:
+        assert isinstance(item, Unreadable) and "Permission denied" in str(item.problem)
