@@ -69,7 +69,7 @@ def not_checked(report: Report, limit: int = MAX_NOTES) -> list[str]:
             rest.append(note)
         else:
             topics.update(dict.fromkeys(found[1].split(", ")))
-    names = [f"{', '.join(topics)}: what they read is not, or not wholly, among the inputs; reasons in --json"]
+    names = [f"{', '.join(topics)}: in whole or in part, for want of inputs; reasons in --json"]
     return (names if topics else []) + rest
 
 
