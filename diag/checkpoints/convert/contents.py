@@ -17,7 +17,7 @@ from typing import Any
 from diag.checkpoints import open_checkpoint
 from diag.checkpoints.canonical import Checkpoint, Item, Tensor
 from diag.checkpoints.convert.recipe import Recipe, whole
-from diag.checkpoints.convert.source import Source
+from diag.checkpoints.convert.source import Source, spare
 from diag.checkpoints.naming import is_rng
 from diag.checkpoints.steps import step_of_name
 from diag.errors import ArtefactError, UsageError
@@ -98,7 +98,7 @@ def load(path: Path, *, format: str | None = None, weights_only: bool = False) -
         checkpoints.append(open_checkpoint(folder / STATES_FOLDER, format="safetensors"))
     for checkpoint in checkpoints:
         _refuse_damaged(checkpoint, path)
-    contents = Contents(Source(checkpoints), format=checkpoints[0].format)
+    contents = Contents(Source([spare(checkpoint) for checkpoint in checkpoints]), format=checkpoints[0].format)
     for which, checkpoint in enumerate(checkpoints):
         _collect(contents, which, checkpoint, weights_only)
     meta = checkpoints[0].meta

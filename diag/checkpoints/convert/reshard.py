@@ -13,6 +13,7 @@ from diag.checkpoints.convert.contents import NOT_WEIGHTS, Contents, Entry, load
 from diag.checkpoints.convert.engine import Limits, Progress, Result
 from diag.checkpoints.convert.mapping import Family
 from diag.checkpoints.convert.plan import Plan
+from diag.checkpoints.convert.source import spare
 from diag.checkpoints.convert.targets import TARGETS, Options
 from diag.checkpoints.formats import READERS
 from diag.checkpoints.verify.outcome import perform
@@ -215,7 +216,7 @@ def _prove(folder: Path, plan: Plan, wish: Wish, result: Result) -> None:
     if wish.options.to == "hf" and (home / "optimizer").is_dir():
         parts.append((home / "optimizer", "optimizer/"))
     for path, prefix in parts:
-        checkpoint = open_checkpoint(path, format=_READER.get(wish.options.to))
+        checkpoint = spare(open_checkpoint(path, format=_READER.get(wish.options.to)))
         errors = [p for p in checkpoint.problems if p.severity == "error" and p.check not in NOT_WEIGHTS]
         if errors:
             raise ArtefactError(f"{folder}: what was written is not sound: {errors[0].text}; nothing was committed")

@@ -27,7 +27,31 @@ from diag.errors import ArtefactError
 MAX_OPEN = 64
 #: Above this many boxes the overlapping ones are found by numpy.
 _MANY = 48
+#: Looks into maps between two releases: about 16 MB of neighbourhoods, three of them for an archive.
+_LOOKS = 64
 Box = tuple[Ints, Ints, list[Chunk]]
+
+
+class SparingFolder(Folder):
+    """A folder whose maps give their pages back as they are used: every look at a header maps its neighbourhood of
+    64 KiB as well, which for many small tensors is all of the file, and counts as this process's memory."""
+
+    _looks = 0
+
+    def map(self, name: str) -> memoryview:
+        view = super().map(name)
+        self._looks += 1
+        if self._looks % _LOOKS == 0:
+            with self._lock:
+                for held in self._maps.values():
+                    _release(held, 0, len(held))
+        return view
+
+
+def spare(checkpoint: Checkpoint) -> Checkpoint:
+    """The same checkpoint, read in memory that does not grow."""
+    checkpoint.folder = SparingFolder(checkpoint.folder.root)
+    return checkpoint
 
 
 class Source:
@@ -233,14 +257,18 @@ class Source:
 
     def _release(self, tensor: Tensor, file: str, begin: int, length: int) -> None:
         """Give the pages of a range of the map back; they stay in the page cache."""
-        mapped = self._owner[id(tensor)].folder.map(file).obj
-        if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-            # faults map whole neighbourhoods of 64 KiB
-            first = max(begin - (begin % mmap.PAGESIZE) - (64 << 10), 0)
-            stop = min(begin + length + (64 << 10), len(mapped))
-            if first < stop:
-                with contextlib.suppress(OSError, ValueError):
-                    mapped.madvise(mmap.MADV_DONTNEED, first, stop - first)
+        _release(self._owner[id(tensor)].folder.map(file), begin, length)
+
+
+def _release(view: memoryview, begin: int, length: int) -> None:
+    mapped = view.obj
+    if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        # faults map whole neighbourhoods of 64 KiB
+        first = max(begin - (begin % mmap.PAGESIZE) - (64 << 10), 0)
+        stop = min(begin + length + (64 << 10), len(mapped))
+        if first < stop:
+            with contextlib.suppress(OSError, ValueError):
+                mapped.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
 
 def _is_run(first: Ints, counts: Ints, steps: Ints, sizes: Ints) -> bool:

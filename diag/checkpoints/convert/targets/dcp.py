@@ -21,8 +21,8 @@ from diag.checkpoints.convert.mapping import Family
 from diag.checkpoints.convert.pickles import Call, Global, New, Pairs, Stored, dumps, size
 from diag.checkpoints.convert.plan import OutFile, Plan, Raw, box_of
 from diag.checkpoints.convert.recipe import Ints, Recipe, whole
+from diag.checkpoints.convert.source import SparingFolder
 from diag.checkpoints.convert.targets import Options
-from diag.checkpoints.files import Folder
 from diag.checkpoints.formats.dcp import METADATA, read_into
 from diag.checkpoints.formats.pdtrain_run import MANIFEST, manifest_checksum
 from diag.checkpoints.naming import stacked_expert_axis
@@ -210,7 +210,7 @@ def _sealed(manifest: dict[str, Any], files: dict[str, dict[str, str]]) -> bytes
 
 def _digests(home: Path, shards: list[str]) -> dict[str, dict[str, str]]:
     """As `pdtrain.checkpoint.manifest.file_digests`: the CRC32s of a shard's tensors, the whole of the metadata."""
-    written = Checkpoint(Folder(home), "pdtrain")
+    written = Checkpoint(SparingFolder(home), "pdtrain")
     read_into(written, "", METADATA)
     return {METADATA: {"sha256": hashlib.sha256((home / METADATA).read_bytes()).hexdigest()}} | {
         name: {"directory": directory_digest(written, name) or ""} for name in shards}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from diag.checkpoints import open_checkpoint
 from diag.checkpoints.convert.reshard import Done, Wish, reshard
+from diag.checkpoints.convert.source import SparingFolder
 from diag.checkpoints.convert.targets import Options
 from diag.checkpoints.verify import Options as VerifyOptions
 from diag.checkpoints.verify import verify
@@ -138,3 +140,17 @@ def test_verify_holds_the_converted_files_to_them(trainer: Path, tmp_path: Path)
     assert status == "FAIL" and "manifest.json does not have the checksum" in said
     with pytest.raises(ArtefactError, match="checksum that it carries"):
         convert(trainer, tmp_path / "again", "hf")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
+def test_looking_at_every_header_of_a_file_does_not_keep_the_file_in_memory(tmp_path: Path) -> None:
+    def resident() -> int:
+        status = Path("/proc/self/status").read_text("ascii")
+        return int(re.search(r"RssFile:\s+(\d+)", status)[1]) << 10  # type: ignore[index]
+
+    size = 64 << 20
+    (tmp_path / "shard").write_bytes(bytes(size))
+    folder, before = SparingFolder(tmp_path), resident()
+    for at in range(0, size, 64 << 10):
+        assert folder.map("shard")[at] == 0
+    assert resident() - before < size // 2
