@@ -96,7 +96,12 @@ def _report(wish: Wish, done: Done) -> Report:
     numbers["not_carried"] = dropped
     findings.append(Finding(cause="ckpt_checked", summary=said, severity="info", role="context", confidence=1.0,
                             numbers=numbers))
+    for problem in plan.objections:
+        findings.append(Finding(
+            cause=problem.cause, severity="warning", role="symptom", confidence=1.0,
+            summary=f"The source is not whole, nor is the result: {problem.text}. `pdtrain diag ckpt verify {home}` "
+                    "says all."))
     size = sum(c.folder.size(f) or 0 for c in contents.source.checkpoints for f in c.files)
-    return Report(verdict="healthy", headline=headline, findings=findings,
+    return Report(verdict="degraded" if plan.objections else "healthy", headline=headline, findings=findings,
                   inputs=[Input(path=str(wish.source), format=contents.format, bytes=size)],
                   not_checked=[f"not carried over: {text}" for text in dropped])

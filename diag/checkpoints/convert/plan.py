@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from diag.checkpoints.canonical import Problem
 from diag.checkpoints.convert.recipe import Ints, Recipe
 from diag.errors import ArtefactError
 
@@ -119,7 +120,8 @@ class Plan:
     """The files of a conversion. `marks` are written last, in their order: they say that the rest is complete.
 
     `home`: the folder below the destination that is the checkpoint itself ("" when the destination is).
-    `carried`, `dropped`: what went over and what the target has no place for, in words.
+    `carried`, `dropped`: what went over and what the target has no place for, in words. `objections`: what
+    is wrong with the content of the result, and came with the source.
     """
 
     files: list[OutFile] = field(default_factory=list)
@@ -128,6 +130,7 @@ class Plan:
     carried: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    objections: list[Problem] = field(default_factory=list)
     _names: set[str] = field(default_factory=set)
 
     def file(self, name: str) -> OutFile:

@@ -243,7 +243,7 @@ def _second_opinion(checkpoint: Checkpoint, plan: Plan, folder: Path) -> None:
             raise ArtefactError(f"{folder}: what was written is not sound ({outcome.check}): {errors[0].text}; nothing "
                                 "was committed")
         if errors and outcome.check in _CONTENT:
-            plan.notes.append(f"`ckpt verify` objects, as it would to the source: {errors[0].text}")
+            plan.objections.append(errors[0])
 
 
 def _flat(label: str) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from diag.checkpoints.convert.targets import TARGETS
 from diag.commands.reshard import FORMATS
@@ -46,6 +46,18 @@ def test_a_conversion_is_reported(source: Path, tmp_path: Path, capsys: pytest.C
     assert any("optimizer's states" in text for text in report["not_checked"])
     status, out, _ = reshard(capsys, source, tmp_path / "dry", "--to", "dcp", "--dry-run")
     assert status == 0 and "would become" in out and not (tmp_path / "dry").exists()
+
+
+def test_a_step_count_that_the_source_lost_is_a_warning(source: Path, tmp_path: Path,
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    states = load_file(source / "optimizer" / "optimizer.safetensors")
+    del states["optimizer.state.model.norm.weight.step"]
+    save_file(states, source / "optimizer" / "optimizer.safetensors")
+    status, out, _ = reshard(capsys, source, tmp_path / "out", "--to", "dcp", "--json")
+    report = json.loads(out)
+    assert status == 1 and report["verdict"] == "degraded"
+    warnings = [f["summary"] for f in report["findings"] if f["severity"] == "warning"]
+    assert len(warnings) == 1 and "model.norm.weight has no step" in warnings[0]
 
 
 @pytest.mark.parametrize("arguments, complaint", [
