@@ -28,6 +28,8 @@ _FIELDS = {
 _OTHER = re.compile(rf"[Pp]rocess \d+ has {_SIZE} memory in use")
 #: Another process that holds this share of the GPU is the reason, not a by-stander.
 SHARED = 0.15
+#: What CUDA, NCCL and libraries of the process itself take beside PyTorch's memory stays below this.
+FOREIGN_BYTES = 6 * 2**30
 _OPTIMIZER = re.compile(r"optim|adam|lamb|sgd|exp_avg|_init_group|state\[|master|fp32_groups", re.I)
 
 
@@ -62,7 +64,7 @@ def refine_cuda_oom(view: View, finding: Finding, items: list[Item]) -> Finding:
         elsewhere = total - free - own
         size["others"] = min(size.get("others", 0.0), elsewhere)
     if size.get("others", 0) > SHARED * (total or 1e18) or (elsewhere is not None and total and
-                                                           elsewhere > 3 * SHARED * total):
+                                                           elsewhere > max(2 * SHARED * total, FOREIGN_BYTES)):
         cause, why = "cuda_oom_shared_gpu", "another process holds much of the same GPU"
     elif idle is not None and "request" in size and idle > size["request"]:
         cause, why = "cuda_oom_fragmentation", "reserved but unallocated memory exceeds the request"
