@@ -147,10 +147,14 @@ def _head(opener: partial[BinaryIO]) -> tuple[bytes, str | None]:
 
 def _spooled(stream: BinaryIO, name: str, options: ReadOptions) -> Source | Unreadable:
     """A pipe, copied to an unlinked temporary file so that it can be read more than once."""
-    spool = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the source; the system removes it
-    while block := stream.read(1 << 20):
-        spool.write(block)
-    spool.flush()
+    try:
+        spool = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the source; the system removes it
+        while block := stream.read(1 << 20):
+            spool.write(block)
+        spool.flush()
+    except OSError as error:
+        raise UsageError(f"{name}: cannot be copied to a temporary file ({error.strerror or error}); give a file, "
+                         "or set TMPDIR to a folder with room") from error
     real = Path(f"/proc/self/fd/{spool.fileno()}")
     size = os.fstat(spool.fileno()).st_size
     compression = compression_of(real)

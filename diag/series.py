@@ -311,10 +311,12 @@ def _same(a: Run, b: Run) -> bool:
         return False
     if one.steps[0] > two.steps[-1] or two.steps[0] > one.steps[-1]:
         return False
-    _, left, right = np.intersect1d(one.steps, two.steps, assume_unique=True, return_indices=True)
-    if len(left) < min(SAME_POINTS, len(one), len(two)) or len(left) < 0.5 * min(len(one), len(two)):
-        return False
-    x, y = one.values[left], two.values[right]
+    x, y = one.values, two.values
+    if not np.array_equal(one.steps, two.steps):
+        _, left, right = np.intersect1d(one.steps, two.steps, assume_unique=True, return_indices=True)
+        if len(left) < min(SAME_POINTS, len(one), len(two)) or len(left) < 0.5 * min(len(one), len(two)):
+            return False
+        x, y = x[left], y[right]
     with np.errstate(invalid="ignore"):
         near = np.abs(x - y) <= SAME_TOLERANCE * np.maximum(np.abs(x), np.abs(y)) + 1e-9
     return bool((near | (~np.isfinite(x) & ~np.isfinite(y))).mean() >= SAME_SHARE)

@@ -161,3 +161,12 @@ def test_a_directory_that_may_not_be_listed_is_told(
     assert [item.path for item in rest] == ([str(tmp_path / "node-3")] if told else [])
     for item in rest:
         assert isinstance(item, Unreadable) and "Permission denied" in str(item.problem)
+
+
+def test_no_room_for_a_copy_of_the_pipe_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> object:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    with pytest.raises(UsageError, match="<stdin>: cannot be copied to a temporary file .*TMPDIR"):
+        discover(["-"], stdin=io.BytesIO(TEXT))
