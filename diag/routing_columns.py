@@ -52,7 +52,7 @@ def _from_counts(run: Run) -> Iterator[tuple[int, RouterLog]]:
         if not len(steps):
             continue
         table = np.stack([columns[e].values[np.searchsorted(columns[e].steps, steps)] for e in experts], axis=1)
-        good = np.isfinite(table).all(axis=1) & (table >= 0).all(axis=1)
+        good = np.asarray(np.isfinite(table).all(axis=1) & (table >= 0).all(axis=1))
         if not good.any() or np.median(table[good].sum(axis=1)) < LEAST_TOKENS:
             continue
         first = columns[experts[0]]
