@@ -22,8 +22,11 @@ from diag.watch.tails import Tail
 
 #: Steps of the display's own comparison.
 SHOWN_STEPS = 8
-#: Measurements in a row that are so much and so many robust deviations above the rank's own past.
-SUDDEN, SUDDEN_RATIO, SUDDEN_SIGMAS = 3, 1.3, 6.0
+#: Measurements in a row whose median is so much above the rank's own past, and so many robust deviations of a median
+#: of so many: the fewer there are the more they must be above it.
+SUDDEN, SUDDEN_RATIO, SUDDEN_SIGMAS = 4, 1.3, 6.0
+#: With more ranks than this one of them does not move their median.
+FEW_RANKS = 8
 #: Measurements of a past that can be compared with, and the most that the slow stretch may hold: then it is the past.
 PAST, LONGEST = 8, 40
 
@@ -81,31 +84,33 @@ def sudden(job: Job) -> list[Slow]:
     if len(job.first) < PAST + SUDDEN:
         return []
     totals = {rank: [sum(phases.values()) for phases in bins] for rank, bins in job.own.items()}
-    others = {rank: [median(column) for column in zip(*(totals[r] for r in totals if r != rank), strict=True)]
-              for rank in totals}
-    if any(value <= 0 for values in (*totals.values(), *others.values()) for value in values):
+    if any(value <= 0 for values in totals.values() for value in values):
         return []
+    if len(totals) > FEW_RANKS:  # one rank more or less does not move the median
+        middle = [median(column) for column in zip(*totals.values(), strict=True)]
+        others = dict.fromkeys(totals, middle)
+    else:
+        others = {rank: [median(column) for column in zip(*(totals[r] for r in totals if r != rank), strict=True)]
+                  for rank in totals}
     logs = {rank: [math.log(own / other) for own, other in zip(totals[rank], others[rank], strict=True)]
             for rank in totals}
+    noise = 1.4826 * median(abs(b - a) for values in logs.values() for a, b in pairwise(values)) / math.sqrt(2)
     found = []
-    for rank in logs:
-        for latest in range(SUDDEN, min(len(job.first) - PAST, LONGEST) + 1):
-            if (base := _risen(rank, logs, latest)) is not None:
+    for rank, values in logs.items():
+        for latest in range(SUDDEN, min(len(values) - PAST, LONGEST) + 1):
+            if (base := _risen(values, latest, noise)) is not None:
                 found.append(_described(job, rank, latest, totals[rank], others[rank], base))
                 break
     return sorted((slow for slow in found if slow.share >= STEP_SHARE), key=lambda item: -item.excess)
 
 
-def _risen(rank: int, logs: dict[int, list[float]], latest: int) -> float | None:
-    """The rank's usual level before its `latest` measurements, when these lie far above it."""
-    past, now = logs[rank][:-latest], logs[rank][-latest:]
-    steps = [abs(b - a) for values in logs.values() for a, b in pairwise(values[:-latest])]
-    base = median(past)
-    limit = max(math.log(SUDDEN_RATIO), SUDDEN_SIGMAS * 1.4826 * median(steps) / math.sqrt(2))
-    above = [value - base for value in now]
+def _risen(values: list[float], latest: int, noise: float) -> float | None:
+    """The usual level before the `latest` of `values`, when these lie far above it; `noise` is that of one value."""
+    base = median(values[:-latest])
+    above = [value - base for value in values[-latest:]]
+    limit = max(math.log(SUDDEN_RATIO), SUDDEN_SIGMAS * noise / math.sqrt(latest))
     agree = sum(value > limit / 2 for value in above) >= AGREEING * latest
-    clear = min(above) > limit if latest == SUDDEN else median(above) > limit
-    return base if clear and agree and median(above[-SUDDEN:]) > limit / 2 else None
+    return base if median(above) > limit and agree and median(above[-SUDDEN:]) > limit / 2 else None
 
 
 def _described(job: Job, rank: int, latest: int, own: list[float], others: list[float], base: float) -> Slow:
