@@ -101,7 +101,8 @@ def _rows(checkpoint: Checkpoint, tensors: list[Tensor]) -> npt.NDArray[np.float
     if not same:
         return None
     joined = np.concatenate([np.stack(rows) for rows in same], axis=1).astype(np.float32)
-    lengths = np.linalg.norm(joined, axis=1, keepdims=True)
+    with np.errstate(over="ignore", invalid="ignore"):  # damaged numbers are refused below, in silence
+        lengths = np.linalg.norm(joined, axis=1, keepdims=True)
     if not np.isfinite(lengths).all() or (lengths == 0).any():
         return None
     return joined / lengths

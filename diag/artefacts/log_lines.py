@@ -47,6 +47,8 @@ _RAY_TIME = re.compile(r"(?:^|\s)(?:INFO|WARNING|ERROR|DEBUG) (\d\d)-(\d\d) (\d\
 _CLOCK = re.compile(r"\d\d:\d\d")
 #: Stamps stand at the front; a date further on is part of a message.
 _TIME_WINDOW = 160
+#: No host name is longer than 253 bytes.
+_HOST_WINDOW = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ def style_of(head: bytes) -> Style:
     if not lines:
         return Style()
     srun = sum(bool(_SRUN.match(line)) for line in lines)
-    pdsh = [m[1] for line in lines if (m := _PDSH.match(line))]
+    pdsh = [m[1] for line in lines if (m := _PDSH.match(line, 0, _HOST_WINDOW))]
     year = next((int(m[1]) for line in lines if (m := _ISO.search(line[:_TIME_WINDOW])) and m[1] > "1990"), 1972)
     return Style(srun=srun * 2 > len(lines), pdsh=len(pdsh) * 2 > len(lines) and len(set(pdsh)) < 4096, year=year)
 
@@ -102,7 +104,7 @@ def speaker_of(text: str, at: int = 0, style: Style = Style()) -> Speaker:  # no
         rank, mark = int(found_mpi[1]), found_mpi[0]
     if rank is None and style.srun and (found_srun := _SRUN.match(text)):
         rank, mark = int(found_srun[1]), found_srun[0].strip()
-    if style.pdsh and (found_pdsh := _PDSH.match(text)):
+    if style.pdsh and (found_pdsh := _PDSH.match(text, 0, _HOST_WINDOW)):
         host, mark = found_pdsh[1], mark or found_pdsh[0].strip()
     if (found_ray := _RAY.search(text[: front + 100])) is not None:
         pid, host, mark = int(found_ray[2]), found_ray[3] or host, mark or found_ray[0]
@@ -114,7 +116,8 @@ def speaker_of(text: str, at: int = 0, style: Style = Style()) -> Speaker:  # no
         host, pid = nccl[1], int(nccl[2])
         device = int(nccl[4]) if nccl[4] else None
         mark = mark or f"{nccl[1]}:{nccl[2]}"
-    if host is None and (found_host := _BRACKET_HOST.match(text)) and not _NOT_HOSTS.match(found_host[1]):
+    if host is None and (found_host := _BRACKET_HOST.match(text, 0, _HOST_WINDOW)) and \
+            not _NOT_HOSTS.match(found_host[1]):
         host, mark = found_host[1], mark or found_host[0]
     if host is None and (found_host := _SYSLOG_HOST.search(text[:_TIME_WINDOW])):
         host = found_host[1]

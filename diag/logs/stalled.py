@@ -13,7 +13,8 @@ from diag.logs.known import pick_evidence, subject_of
 from diag.logs.view import Item, View
 from diag.schema import Finding, Where
 
-_LISTED = re.compile(r"(?P<op>[\w./:-]{0,200}) ?\[(?P<what>missing|ready) ranks: ?(?P<ranks>\d{1,6}(?:, ?\d{1,6})*)\]")
+_LISTED = re.compile(r"(?<![\w./:-])(?P<op>[\w./:-]{0,1000}+) ?\[(?P<what>missing|ready) ranks: ?"
+                     r"(?P<ranks>\d{1,6}(?:, ?\d{1,6})*)\]")
 _OF_RANK = re.compile(r"(?P<rank>\d{1,6}): \[(?P<op>[\w./:-]+)")
 #: Ranks counted by hand from a list of ready ones: larger numbers are damage.
 MAX_WORLD = 65_536
@@ -37,7 +38,8 @@ def horovod_finding(view: View) -> Finding | None:
     return Finding(
         cause="collective_mismatch" if disagree else "collective_missing_rank", severity="error",
         confidence=0.8 if guilty else 0.5, where=Where(ranks=sorted(guilty)),
-        summary=f"{words} tensors that the others wait for ({len(ops)} named, among them {ops[0] if ops else '?'})",
+        summary=f"{words} tensors that the others wait for" +
+                (f" ({len(ops)} named, among them {ops[0]})" if ops else ""),
         evidence=pick_evidence(items), numbers={"tensors": len(ops)})
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from diag.artefacts.log_lines import style_of
 from diag.diagnose import diagnose
 from diag.errors import UsageError
 from diag.report import html, markdown, terminal
@@ -155,3 +156,10 @@ def test_no_pattern_gets_lost_in_a_long_line() -> None:
                 if time.process_time() - began > 0.5:  # at most 0.07 on a slow core; a lost one needs seconds
                     slow.append((signature.id, line[:60]))
     assert slow == []
+
+
+@pytest.mark.slow
+def test_long_words_at_the_front_of_lines_are_no_host_names() -> None:
+    began = time.process_time()
+    assert not style_of((b"a1." * 5000 + b"\n") * 4).pdsh
+    assert time.process_time() - began < 2  # milliseconds; 10 s where each digit is tried as a host's number
