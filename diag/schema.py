@@ -113,4 +113,17 @@ def to_json(report: Report, *, indent: int = 2) -> str:
         findings.append(promised | item | {"confidence": round(finding.confidence, 3)})
     ordered = {"schema": report.schema, "verdict": report.verdict, "headline": report.headline,
                "inputs": plain["inputs"], "findings": findings, "not_checked": report.not_checked}
-    return msgspec.json.format(msgspec.json.encode(ordered), indent=indent).decode()
+    try:
+        encoded = msgspec.json.encode(ordered)
+    except UnicodeEncodeError:  # a file name, or a name in a file, that is no UTF-8
+        encoded = msgspec.json.encode(_encodable(ordered))
+    return msgspec.json.format(encoded, indent=indent).decode()
+
+
+def _encodable(value: Any) -> Any:
+    """`value` with what UTF-8 cannot hold (lone surrogates) written as \\udcff."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    return [_encodable(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
@@ -29,6 +30,9 @@ def cli() -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line; the one place that turns errors into one line and an exit status."""
+    if sys.stdout is None or sys.stderr is None:  # closed by the caller: print into nothing
+        sys.stdout, sys.stderr = (stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+                                  for stream in (sys.stdout, sys.stderr))
     try:
         status = cli.main(args=argv, prog_name="pdtrain", standalone_mode=False)
     except click.exceptions.Abort:
@@ -45,6 +49,12 @@ def main(argv: list[str] | None = None) -> None:
     except BrokenPipeError:  # `pdtrain … | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            status = _complain(_crash_report(error), 70)
+        else:  # nobody's bug; what standard output still holds would fail once more at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            status = _complain(f"{error.filename or 'standard output'}: cannot be written: {error.strerror}", 2)
     except KeyboardInterrupt:
         status = _complain("interrupted", 130)
     except Exception as error:  # a bug of ours: the user gets one line, we get the traceback
@@ -69,7 +79,9 @@ def _crash_report(error: Exception) -> str:
 
 
 def _complain(message: str, status: int) -> int:
-    print(f"pdtrain: {message}", file=sys.stderr)
+    from diag.report.text import printable  # names of files and of what they hold come from outside
+
+    print("\n".join(printable(line) for line in f"pdtrain: {message}".split("\n")), file=sys.stderr)
     return status
 
 

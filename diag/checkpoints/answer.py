@@ -8,12 +8,13 @@ from pathlib import Path
 
 from diag.checkpoints import formats, steps
 from diag.checkpoints.canonical import Checkpoint
-from diag.checkpoints.report import findings_of, input_of, not_checked_of, report_of, table_of
+from diag.checkpoints.report import findings_of, input_of, not_checked_of, report_of, table_of, unread_of
 from diag.checkpoints.verify import Options, Outcome, verify
 from diag.checkpoints.verify.archives import Progress
 from diag.checkpoints.verify.digests import seal as write_seal
+from diag.checkpoints.verify.outcome import plural
 from diag.diagnose import build_report
-from diag.errors import ArtefactError, PdtrainError, UsageError
+from diag.errors import ArtefactError, UsageError
 from diag.schema import Evidence, Finding, Input, Report, Where
 
 
@@ -37,7 +38,7 @@ def verified(path: str, *, deep: bool = False, against: str | None = None, value
         checkpoint = formats.read(path)
     except ArtefactError as error:
         return _unreadable(path, reader.NAME if reader else "unknown", error)
-    report = report_of(checkpoint, verify(checkpoint, options, progress), deep)
+    report = report_of(checkpoint, verify(checkpoint, options, progress), deep, path if place.file else None)
     if seal and checkpoint.format == "pdtrain":
         raise UsageError(f"{path}: carries digests of its own in manifest.json; nothing to seal")
     if seal and report.verdict == "healthy":
@@ -45,13 +46,13 @@ def verified(path: str, *, deep: bool = False, against: str | None = None, value
             count = write_seal(checkpoint)
         except OSError as error:
             raise UsageError(f"{checkpoint.folder.root}/integrity.json: {error.strerror or error}") from None
-        report.headline += f" Sealed: integrity.json holds the SHA-256 of {count:,} files."
+        report.headline += f" Sealed: integrity.json holds the SHA-256 of {plural(count, 'file')}."
     return report
 
 
 def _unreadable(path: str, name: str, error: ArtefactError) -> Report:
     """Nothing can be used: exit status 2, and a finding that says what the one file is."""
-    problem = str(error)
+    problem = str(error).removeprefix(f"{path}: ")
     if name == "unknown":
         return build_report([], inputs=[Input(path=path, format=name, problem=problem, readable=False)])
     cause = "ckpt_hostile" if "hostile" in problem or "outside of the checkpoint" in problem else \
@@ -141,6 +142,8 @@ def _many(place: formats.Place, options: Options, progress: Progress | None) -> 
     inputs = [input_of(o.checkpoint, o.problem or None) if o.checkpoint is not None else
               Input(path=str(o.step.path), format="unknown", problem=o.problem, readable=False) for o in found]
     notes = not_checked_of(safe.outcomes) if safe is not None else []
+    if safe is not None and safe.checkpoint is not None:
+        notes += unread_of(safe.checkpoint)
     unseen = [s.path.name for s in listed if not s.leftover and all(s is not o.step for o in found)]
     if unseen:
         notes.append(f"{len(unseen)} older steps: a newer one is safe; --deep checks all")
@@ -156,7 +159,7 @@ def _many(place: formats.Place, options: Options, progress: Progress | None) -> 
 def _one(step: steps.Step, options: Options, progress: Progress | None) -> _Step:
     try:
         checkpoint = formats.read(step.path)
-    except PdtrainError as error:
+    except ArtefactError as error:
         return _Step(step, None, [], str(error).removeprefix(f"{step.path}: "))
     if checkpoint.meta.step is None:
         checkpoint.meta.step = step.step

@@ -41,7 +41,9 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """|a - b| / |a|; infinite when a is zero and b is not."""
+        """|a - b| / |a|; infinite when a is zero and b is not, or one of them is not finite where the other is."""
+        if math.isinf(self.squares):
+            return math.inf
         return math.sqrt(self.squares / self.norm) if self.norm else (math.inf if self.squares else 0.0)
 
 
@@ -118,7 +120,12 @@ def difference(one: Checkpoint, a: Tensor, two: Checkpoint, b: Tensor) -> Differ
         found.equal = False
         left = to_float32(x, a.type).astype(np.float64, copy=False)
         right = to_float32(y, b.type).astype(np.float64, copy=False)
-        delta = np.abs(left - right)
+        # NaN and infinity in the same places are no difference; anywhere else nothing is further apart.
+        with np.errstate(invalid="ignore"):
+            delta = np.abs(left - right)
+        if not np.isfinite(delta).all():
+            alike = (left == right) | (np.isnan(left) & np.isnan(right))
+            delta = np.where(alike, 0.0, np.where(np.isfinite(delta), delta, np.inf))
         found.largest = max(found.largest, float(delta.max(initial=0.0)))
         found.squares += float((delta * delta).sum())
         found.norm += _squares(left)
@@ -127,6 +134,8 @@ def difference(one: Checkpoint, a: Tensor, two: Checkpoint, b: Tensor) -> Differ
 
 def _squares(array: Any) -> float:
     flat = np.abs(array.reshape(-1)).astype(np.float64, copy=False)
+    if not np.isfinite(flat).all():
+        flat = flat[np.isfinite(flat)]
     return float(flat @ flat)
 
 
@@ -164,6 +173,9 @@ def _report(one: Checkpoint, two: Checkpoint, parts: Any, ours: dict[Key, Tensor
                                         "dtypes": len(types), "modules": rows[:MANY]}))
     report = build_report(findings, inputs=[input_of(one), input_of(two)])
     report.headline = _headline(same, bool(rounded or types), values, changed, bool(lost or new or shapes), summary)
+    if unread and values:
+        known = report.headline if changed or lost or new or shapes else "What could be read is the same."
+        report.headline = f"{len(unread):,} of {len(unread) + len(values):,} tensors could not be read. {known}"
     if not values:
         report.verdict = "unknown"
     return report
@@ -178,7 +190,11 @@ def _headline(same: bool, retyped: bool, values: Any, changed: Any, structure: b
     if structure and not changed:
         return f"Not the same: what both hold is equal, but {summary.partition('; ')[2]}."
     biggest = max(changed, key=lambda item: item[1].relative) if changed else None
-    far = f"; furthest apart is {biggest[0][1]}, by {biggest[1].relative:.2g} of its norm" if biggest else ""
+    far = f"; furthest apart is {biggest[0][1]}" if biggest else ""
+    if biggest and math.isinf(biggest[1].largest):
+        far += ", which is NaN or infinite in one of them only"
+    elif biggest and math.isfinite(biggest[1].relative):
+        far += f", by {biggest[1].relative:.2g} of its norm"
     return f"Not the same weights: {len(changed):,} of {len(values):,} tensors differ{far}."
 
 

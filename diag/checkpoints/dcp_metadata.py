@@ -190,13 +190,13 @@ def _digest(parts: dict[str, Any]) -> Digest:
 
 
 def _ints(values: Any) -> tuple[int, ...]:
-    if not all(type(v) is int and v >= 0 for v in values):
+    if not all(type(v) is int and 0 <= v < 1 << 63 for v in values):
         raise ArtefactError("is damaged: a shape or offset is not a row of whole numbers")
     return tuple(values)
 
 
 def _integer(value: Any) -> int:
-    if type(value) is not int:
+    if type(value) is not int or abs(value) >= 1 << 63:
         raise ArtefactError("is damaged: a place in a file is no number")
     return value
 

@@ -8,14 +8,17 @@ import threading
 from collections import OrderedDict
 from pathlib import Path, PurePosixPath
 
-from diag.errors import ArtefactError
+from diag.errors import ArtefactError, PdtrainError, UsageError
 
 #: Maps kept open; a checkpoint may have more files than a process may have descriptors.
 MAX_MAPS = 256
 
 
 class Folder:
-    """`root` and what lies in it. Every name that a file of the checkpoint mentions goes through `inside` first."""
+    """`root` and what lies in it. Every name that a file of the checkpoint mentions goes through `inside` first.
+
+    A file that this user may not read is no damage: `UsageError`, wherever it is met.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -47,6 +50,8 @@ class Folder:
             try:
                 path = self.path(name)
                 self._sizes[name] = path.stat().st_size if path.is_file() else None
+            except PermissionError as error:
+                raise self.unreadable(name, error) from None
             except OSError:
                 self._sizes[name] = None
         return self._sizes[name]
@@ -72,7 +77,21 @@ class Folder:
                 file.seek(offset)
                 return file.read(count)
         except OSError as error:
-            raise ArtefactError(f"{name}: cannot be read: {error.strerror or error}") from None
+            raise self.unreadable(name, error) from None
+
+    def open(self, name: str) -> int:
+        """A descriptor to read from, the caller's to close. Raises `ArtefactError`."""
+        try:
+            return os.open(self.path(name), os.O_RDONLY)
+        except OSError as error:
+            raise self.unreadable(name, error) from None
+
+    def unreadable(self, name: str, error: OSError | ValueError) -> PdtrainError:
+        """What to raise for a file that cannot be opened or read."""
+        if isinstance(error, PermissionError):
+            return UsageError(f"{self.root / name}: cannot be read: {error.strerror}; nothing is said about a "
+                              "checkpoint of which a part is not readable")
+        return ArtefactError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}")
 
     def map(self, name: str) -> memoryview:
         """The whole file, read-only, mapped. Raises `ArtefactError`."""
@@ -85,7 +104,7 @@ class Folder:
                     length = os.fstat(file.fileno()).st_size
                     view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if length else b"")
             except (OSError, ValueError) as error:
-                raise ArtefactError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+                raise self.unreadable(name, error) from None
             self._maps[name] = view
             if len(self._maps) > MAX_MAPS:
                 self._maps.popitem(last=False)  # arrays over it keep the map alive; it closes with the last of them

@@ -35,7 +35,7 @@ def listed(path: str, depth: int = 3) -> Report:
     """The Report of `diag ckpt ls`. Raises `UsageError` and `ArtefactError`."""
     checkpoint = formats.read(path)
     tree = module_tree(checkpoint, depth)
-    rows = [{"module": "  " * (name.count(".") + 1 if name else 0) + (name.rpartition(".")[2] or "(all)"),
+    rows = [{"module": "  " * (name.count(".") + 1 if name else 0) + _last_part(name),
              "tensors": node.tensors, "parameters": node.elements, "weights": size(node.nbytes),
              "optimizer": size(node.state_bytes) if node.state_bytes else "", "dtype": " ".join(sorted(node.dtypes)),
              "split": " ".join(sorted(node.splits))} for name, node in tree.items()][:MANY]
@@ -60,6 +60,10 @@ def listed(path: str, depth: int = 3) -> Report:
     report = build_report([finding], inputs=[input_of(checkpoint)], not_checked=notes + ["the bytes: use verify"])
     report.headline = finding.summary + "."
     return report
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2] or ("(no name)" if name else "(all)")
 
 
 def module_tree(checkpoint: Checkpoint, depth: int) -> dict[str, Node]:

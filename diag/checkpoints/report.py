@@ -8,6 +8,7 @@ from typing import Any
 
 from diag.checkpoints.canonical import Checkpoint, Problem
 from diag.checkpoints.verify import Outcome, worst_first
+from diag.checkpoints.verify.outcome import some
 from diag.diagnose import build_report
 from diag.schema import Evidence, Finding, Input, Report, Where
 
@@ -78,10 +79,15 @@ def not_checked_of(outcomes: list[Outcome]) -> list[str]:
     return [f"{o.check}: {o.note}" for o in outcomes if o.status == "n/a"]
 
 
-def report_of(checkpoint: Checkpoint, outcomes: list[Outcome], deep: bool) -> Report:
-    """The Report of one verified checkpoint."""
+def unread_of(checkpoint: Checkpoint) -> list[str]:
+    """Files of the training state that were seen and not read, as one note."""
+    return [f"{some(checkpoint.unread)}: not read"] if checkpoint.unread else []
+
+
+def report_of(checkpoint: Checkpoint, outcomes: list[Outcome], deep: bool, file: str | None = None) -> Report:
+    """The Report of one verified checkpoint, or of the one `file` of it that was given."""
     findings = [*findings_of(outcomes, checkpoint), table_of(outcomes, checkpoint)]
-    notes = not_checked_of(outcomes)
+    notes = not_checked_of(outcomes) + unread_of(checkpoint)
     if not deep:
         notes.append("every byte: only a sample of the CRCs was compared; use --deep")
     report = build_report(findings, inputs=[input_of(checkpoint)], not_checked=notes)
@@ -89,5 +95,5 @@ def report_of(checkpoint: Checkpoint, outcomes: list[Outcome], deep: bool) -> Re
         how = "whole, and every byte of it was read" if deep else \
             "whole as far as its structure and a sample of its bytes"
         at = f" (step {checkpoint.meta.step:,})" if checkpoint.meta.step is not None else ""
-        report.headline = f"{checkpoint.folder.root}{at} is {how}."
+        report.headline = f"{file or checkpoint.folder.root}{at} is {how}."
     return report

@@ -126,7 +126,7 @@ def refuse_dangerous(module: str, name: str) -> None:
 
 def _rebuild(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> TensorRef:
     dtype = rest[2].name if len(rest) > 2 and isinstance(rest[2], DtypeRef) else getattr(storage, "dtype", "")
-    whole = all(isinstance(n, int) and n >= 0 for n in (offset, *size, *stride))
+    whole = all(isinstance(n, int) and 0 <= n < 1 << 63 for n in (offset, *size, *stride))
     if not isinstance(storage, StorageRef) or not whole or len(size) != len(stride):
         raise ArtefactError("describes a tensor whose parts make no sense")
     return TensorRef(storage, offset, tuple(size), tuple(stride), dtype)

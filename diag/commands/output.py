@@ -153,7 +153,10 @@ def report_options(command: _F) -> Callable[..., int]:
         output = Output(json=as_json, markdown=markdown, html=html, file=file, force=force, signatures=signatures)
         try:
             output.check()
-            return int(command(*args, output=output, **kwargs))
+            try:
+                return int(command(*args, output=output, **kwargs))
+            except PermissionError as error:
+                raise UsageError(f"{error.filename or 'an input'}: {error.strerror or error}") from None
         except PdtrainError as error:
             if as_json:
                 sys.stdout.write(to_json(Report(verdict="unknown", headline=str(error))) + "\n")

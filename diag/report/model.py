@@ -5,6 +5,7 @@ Nothing here judges; it only turns nouns into short texts. All texts are raw: ea
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -170,6 +171,8 @@ def number(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
     if isinstance(value, float):
+        if not math.isfinite(value):
+            return str(value)
         if value == int(value) and abs(value) < 1e15:
             return number(int(value)) if abs(value) >= 1 else "0"
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -7,6 +7,7 @@ file and tensor `pdtrain diag ckpt verify` has to name. The original is not touc
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
@@ -119,19 +120,34 @@ def corrupt(path: Path, name: str, out: Path | None = None) -> tuple[Path, Damag
     if target.is_relative_to(source):
         raise UsageError(f"{target}: lies inside what is copied; choose another folder with --out")
     top, step = _what_to_copy(source)
-    shutil.copytree(top, target)
+    scratch = target.with_name(f".{target.name}.part")  # the name stands for a finished drill only
+    shutil.rmtree(scratch, ignore_errors=True)
     try:
-        inner = target / step if step else target
+        shutil.copytree(top, scratch)
+        _make_writable(scratch)
+        inner = scratch / step if step else scratch
         copy = Copy(inner, open_checkpoint(inner))
         damage = KINDS[name](copy)
-    except BaseException:
-        shutil.rmtree(target, ignore_errors=True)
-        raise
-    if damage is None:
-        shutil.rmtree(target, ignore_errors=True)
-        raise UsageError(f"--kind {name}: a checkpoint in the format {copy.checkpoint.format} cannot have this defect, "
-                         "or this one has nothing it could hit")
+        if damage is None:
+            raise UsageError(f"--kind {name}: a checkpoint in the format {copy.checkpoint.format} cannot have this "
+                             "defect, or this one has nothing it could hit")
+        scratch.rename(target)
+    except shutil.Error as error:  # a list of (source, destination, why)
+        raise UsageError(f"{path}: cannot be copied: {error.args[0][0][2]}") from None
+    except OSError as error:
+        raise UsageError(f"{target}: cannot be written: {error.strerror or error}") from None
+    finally:
+        _make_writable(scratch)
+        shutil.rmtree(scratch, ignore_errors=True)
     return target, damage
+
+
+def _make_writable(folder: Path) -> None:
+    """A copy of a write-protected checkpoint is protected too; it is to be changed, or removed."""
+    for place, _, files in os.walk(folder):
+        for path in (Path(place), *(Path(place, name) for name in files)):
+            if not path.is_symlink():
+                path.chmod(path.stat().st_mode | 0o700 if path.is_dir() else path.stat().st_mode | 0o200)
 
 
 def _what_to_copy(source: Path) -> tuple[Path, str]:

@@ -57,6 +57,8 @@ def place_of(path: object) -> Place:
     try:
         if given.is_dir():
             return Place(given, "", frozenset(os.listdir(given)))  # noqa: PTH208 - names only, no stat per entry
+        if given.exists() and not given.is_file():  # opening a pipe would wait for its writer
+            raise UsageError(f"{given}: is neither a file nor a folder")
         if given.exists():
             return Place(given.parent, given.name, frozenset({given.name}))
     except OSError as error:

@@ -98,8 +98,8 @@ def read_into(checkpoint: Checkpoint, prefix: str, metadata: str | None) -> Dige
         found = read_metadata(folder, name)
     except ArtefactError as error:
         if not shards and not checkpoint.tensors:
-            raise ArtefactError(f"{name}: {error}") from None
-        checkpoint.problem("metadata", f"{name} {error}", file=name)
+            raise ArtefactError(f"{name}: {str(error).removeprefix(f'{name}: ')}") from None
+        checkpoint.problem("metadata", f"{name} {str(error).removeprefix(f'{name}: ')}", file=name)
         _shards_alone(checkpoint, shards)
         return None
     checkpoint.meta.version = checkpoint.meta.version or found.version

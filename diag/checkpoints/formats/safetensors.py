@@ -33,6 +33,9 @@ MAX_HEADER = 100_000_000
 ABSURD_BYTES = 1 << 60
 _OF = re.compile(r"^(?:shard-\d+-)?(?P<stem>.*?)-?(?P<n>\d{4,6})-of-(?P<all>\d{4,6})\.")
 _FOLDERS = ("", "sharded/")
+#: What the Hugging Face Trainer and accelerate save beside the weights, each a file of torch.save.
+_STATE = "trainer_state.json"
+_BESIDE = re.compile(r"(?:optimizer|scheduler|scaler)(?:_\d+)?\.(?:pt|bin)|rng_state(?:_\d+)?\.pth|training_args\.bin")
 
 
 def sniff(place: Place) -> bool:
@@ -67,6 +70,8 @@ def read(place: Place) -> Checkpoint:
     for tensors in pieces.values():
         _assemble(checkpoint, tensors)
     _missing_numbers(checkpoint, set(chosen))
+    if not place.file:
+        _read_beside(checkpoint, place)
     for file, tensors_of in indexed.items():
         if checkpoint.folder.size(file) is None:
             for name in tensors_of:  # the index names them: their places stay unknown, their names count for experts
@@ -174,6 +179,40 @@ def _missing_numbers(checkpoint: Checkpoint, chosen: set[str]) -> None:
                 checkpoint.expected.add(name)
 
 
+def _read_beside(checkpoint: Checkpoint, place: Place) -> None:
+    """Optimizer, scheduler and RNG files: archives, CRC32 and what their pickles ask for. Their states are numbered
+    and nothing here says which parameter is which, so they are not matched to the weights."""
+    from diag.checkpoints.torch_zip import OLD_FORMAT, open_archive
+
+    if place.has(_STATE):
+        checkpoint.files.add(_STATE)
+        try:
+            step = json.loads(checkpoint.folder.bytes(_STATE))["global_step"]
+            if checkpoint.meta.step is None and type(step) is int:
+                checkpoint.meta.step = step
+        except (ArtefactError, ValueError, KeyError, TypeError, RecursionError):
+            checkpoint.problem("metadata", f"{_STATE} is damaged: the Trainer cannot resume by it", file=_STATE)
+    for name in sorted(n for n in place.names if _BESIDE.fullmatch(n)):
+        size = checkpoint.folder.size(name)
+        if size is None or place.head(name, 16).startswith(OLD_FORMAT[:16]):
+            checkpoint.unread.append(name)
+            continue
+        container = Container(name, 0, size, "zip")
+        checkpoint.files.add(name)
+        checkpoint.expected.add(name)
+        try:
+            open_archive(checkpoint.folder, container)
+        except ArtefactError as error:
+            hostile = "hostile" in str(error)
+            checkpoint.problem("nothing to execute" if hostile else "archives", str(error), file=name,
+                               byte_range=(0, size), cause="ckpt_hostile" if hostile else "ckpt_corrupt")
+            continue
+        checkpoint.containers.append(container)
+        if name.startswith("optimizer"):
+            checkpoint.not_applicable["optimizer complete"] = checkpoint.not_applicable["moments"] = \
+                f"{name} numbers its states; which parameter is which is not recorded (archive and CRC32 are checked)"
+
+
 # -- one file -----------------------------------------------------------------------------------------------------
 
 
@@ -186,7 +225,8 @@ def _read_file(checkpoint: Checkpoint, file: str, indexed: set[str] | None,
         header, begin, doubled = parse_header(checkpoint.folder.map(file))
     except ArtefactError as error:
         cause = "ckpt_missing_shard" if "LFS" in str(error) else "ckpt_corrupt"
-        checkpoint.problem("headers", f"{file}: {error}", file=file, byte_range=(0, min(size, 8)), cause=cause)
+        what = str(error).removeprefix(f"{file}: ")
+        checkpoint.problem("headers", f"{file}: {what}", file=file, byte_range=(0, min(size, 8)), cause=cause)
         return False
     for name in doubled:
         checkpoint.problem("names are unique", f"{file} names {name} twice in its header", file=file, tensor=name)
@@ -264,7 +304,7 @@ def _entry(checkpoint: Checkpoint, file: str, name: str, entry: Any) -> tuple[st
                                file=file, tensor=name)
             return None
         numbers = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2 and all(
-            type(n) is int and n >= 0 for n in (*shape, *offsets))
+            type(n) is int and 0 <= n < 1 << 63 for n in (*shape, *offsets))
         if numbers and offsets[0] <= offsets[1]:
             return dtype, tuple(shape), offsets[0], offsets[1]
     checkpoint.problem("headers", f"the entry of {name} in the header of {file} is damaged", file=file, tensor=name)

@@ -49,7 +49,8 @@ def load_model(path: str) -> Model:
     if file.is_dir():
         file = next((file / n for n in ("config.json", "config.toml") if (file / n).is_file()), file)
     try:
-        data = file.read_bytes()[:MAX_BYTES]
+        with file.open("rb") as stream:
+            data = stream.read(MAX_BYTES)
     except OSError as error:
         raise UsageError(f"--against {path}: {error.strerror or error}") from None
     try:

@@ -99,6 +99,7 @@ def crc(checkpoint: Checkpoint, options: Options, problems: list[Problem], progr
     """CRC32 of archive members against the CRC that the archive holds: all of them with --deep."""
     if not any(c.kind == "zip" for c in checkpoint.containers):
         raise NotApplicable("safetensors carry no checksums of their own")
+    bare = "; the safetensors carry none" if any(c.kind == "safetensors" for c in checkpoint.containers) else ""
     every = list(tasks(checkpoint))
     chosen = every if options.deep else sample(every, options.seed)
     total = sum(task.member.size for task in chosen)
@@ -117,7 +118,7 @@ def crc(checkpoint: Checkpoint, options: Options, problems: list[Problem], progr
     finally:
         reader.close()
     part = f"{total / (sum(t.member.size for t in every) or 1):.0%} of the bytes" if not options.deep else "every byte"
-    return f"{plural(len(chosen), 'member')} of {len(every):,}, {part}"
+    return f"{plural(len(chosen), 'member')} of {len(every):,}, {part}{bare}"
 
 
 def sample(every: list[Task], seed: int) -> list[Task]:
@@ -205,7 +206,7 @@ class Reader:
                 if len(self._open) >= 128:
                     # Threads work through files in order: the oldest is no longer in use by any of a few.
                     os.close(self._open.pop(next(iter(self._open))))
-                self._open[file] = os.open(self.folder.path(file), os.O_RDONLY)
+                self._open[file] = self.folder.open(file)
             return self._open[file]
 
     def close(self) -> None:
