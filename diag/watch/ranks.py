@@ -16,7 +16,7 @@ from diag.artefacts import Artefacts
 from diag.artefacts.run_events import EventLog
 from diag.detectors.step_stragglers import judged, waiting_modules
 from diag.schema import Finding
-from diag.steps.ranks import AGREEING, ASIDE, EXCHANGES, LEAST_BINS, OWN_SPANS, SETTLING, STEP_SHARE, Job, Slow
+from diag.steps.ranks import AGREEING, ASIDE, EXCHANGES, LEAST_BINS, OWN_SPANS, RATIO, SETTLING, STEP_SHARE, Job, Slow
 from diag.watch.formats import EventsTail
 from diag.watch.tails import Tail
 
@@ -105,17 +105,22 @@ def sudden(job: Job) -> list[Slow]:
 
 
 def _risen(values: list[float], latest: int, noise: float) -> float | None:
-    """The usual level before the `latest` of `values`, when these lie far above it; `noise` is that of one value."""
+    """The usual level before the `latest` of `values`, when these lie far above it; `noise` is that of one value.
+
+    They must be above the others besides: a rank that was waited for less while another was slow has not become slow.
+    """
     base = median(values[:-latest])
     above = [value - base for value in values[-latest:]]
     limit = max(math.log(SUDDEN_RATIO), SUDDEN_SIGMAS * noise / math.sqrt(latest))
     agree = sum(value > limit / 2 for value in above) >= AGREEING * latest
+    if median(values[-latest:]) < math.log(RATIO):
+        return None
     return base if median(above) > limit and agree and median(above[-SUDDEN:]) > limit / 2 else None
 
 
 def _described(job: Job, rank: int, latest: int, own: list[float], others: list[float], base: float) -> Slow:
     part = range(-latest, 0)
-    excess = median(own[i] - math.exp(base) * others[i] for i in part)
+    excess = median(own[i] - max(math.exp(base), 1.0) * others[i] for i in part)
     share = excess / max(median(job.step[-latest:]), excess, 1e-12)
     peers = [bins for other, bins in job.own.items() if other != rank]
     phases = {name: median(job.own[rank][i][name] - median(bins[i].get(name, 0.0) for bins in peers) for i in part)

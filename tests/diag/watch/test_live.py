@@ -72,6 +72,20 @@ def test_a_rank_that_becomes_slow_is_named_and_cleared_when_it_is_not(tmp_path: 
     assert [c.event for c in watched.changes] == ["raised", "cleared"]
 
 
+def test_the_one_that_was_fast_is_not_slow_when_the_other_recovers(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    append(tmp_path / "metrics.jsonl", metrics(range(1, 2)))
+    for step in range(1, 160):
+        for rank in range(2):
+            slow = 0.25 if rank == 1 and 40 <= step < 100 else 0.1
+            append(tmp_path / f"events/rank_{rank}.jsonl",
+                   events(rank, range(step, step + 1), attention=slow, start=step == 1))
+        append(tmp_path / "metrics.jsonl", metrics(range(step + 1, step + 2)))
+        watched.tick()
+    said = [(c.event, c.alarm.finding.where.ranks) for c in watched.changes if c.alarm.finding.cause == "straggler"]
+    assert said == [("raised", [1]), ("cleared", [1])]
+
+
 def test_silence_is_an_alarm_after_the_usual_interval_and_over_with_the_next_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     append(path, metrics(range(1, 30), seconds=20.0))
