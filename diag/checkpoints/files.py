@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import threading
 from collections import OrderedDict
 from pathlib import Path, PurePosixPath
@@ -73,7 +74,7 @@ class Folder:
     def bytes(self, name: str, offset: int = 0, count: int = -1) -> bytes:
         """A copy of some bytes, fewer at the end of the file. Raises `ArtefactError`."""
         try:
-            with self.path(name).open("rb") as file:
+            with os.fdopen(self.open(name), "rb") as file:
                 file.seek(offset)
                 return file.read(count)
         except OSError as error:
@@ -82,9 +83,13 @@ class Folder:
     def open(self, name: str) -> int:
         """A descriptor to read from, the caller's to close. Raises `ArtefactError`."""
         try:
-            return os.open(self.path(name), os.O_RDONLY)
+            descriptor = os.open(self.path(name), os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not make us wait
         except OSError as error:
             raise self.unreadable(name, error) from None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise ArtefactError(f"{name}: is not a regular file")
+        return descriptor
 
     def unreadable(self, name: str, error: OSError | ValueError) -> PdtrainError:
         """What to raise for a file that cannot be opened or read."""
@@ -100,7 +105,7 @@ class Folder:
                 self._maps.move_to_end(name)
                 return self._maps[name]
             try:
-                with self.path(name).open("rb") as file:
+                with os.fdopen(self.open(name), "rb") as file:
                     length = os.fstat(file.fileno()).st_size
                     view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if length else b"")
             except (OSError, ValueError) as error:

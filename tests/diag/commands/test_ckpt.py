@@ -219,3 +219,13 @@ def test_a_full_disk_is_one_line(weights: Path) -> None:
     with Path("/dev/full").open("w") as full:
         status, err = run("diag", "ckpt", "verify", weights, stdout=full)
     assert (status, err) == (2, "pdtrain: standard output: cannot be written: No space left on device\n")
+
+
+def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    folder = sound.titan(tmp_path / "run")
+    shard = sorted(folder.rglob("*.distcp"))[0]
+    shard.unlink()
+    os.mkfifo(shard)
+    command = [sys.executable, "-c", "from pdtrain.cli import main; main()", "diag", "ckpt", "verify", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode in (1, 2) and shard.name in done.stdout + done.stderr
