@@ -37,6 +37,13 @@ HOST_CAUSES = {"p2p_acs_iommu", "fabric_manager", "driver_mismatch", "shm_too_sm
                "killed_unconfirmed", "cuda_oom_shared_gpu", "node_failure"}
 #: Training that went on for this many steps after a line survived it.
 SURVIVED_STEPS = 3
+#: What to do about a kill that nobody explains: first find out who did it.
+UNCONFIRMED = (
+    "Find out who killed it before calling it out of memory: the kernel's log of that host (dmesg -T | grep -iE "
+    "'oom|killed process'), memory.events of its cgroup, the scheduler's record (sacct -j JOBID).",
+    "No trace there: ask for a health check, a preemption or an operator at that time.",
+    "Resume from the last complete checkpoint; if it was memory: fewer loader workers, shards saved one at a time.",
+)
 #: Ray prints an actor's fields below the line that says it died.
 ACTOR_LINES = 8
 #: Remarks beside a verdict.
@@ -83,6 +90,9 @@ def findings_of(view: View) -> list[Finding]:
         alive = promoted
     if alive and all(f.cause in _NUMERIC for f in alive):
         found.extend(f for f in promote(view) if f.cause == "scheduler_time_limit")
+    for finding in found:
+        if finding.cause == "killed_unconfirmed":
+            finding.fix = list(UNCONFIRMED)
     only = view.identity.only_host()
     for finding in found:
         if finding.cause in HOST_CAUSES and not finding.where.hosts and only is not None:
