@@ -90,6 +90,14 @@ def explains(a: Finding, b: Finding) -> bool:
     """Whether `a` accounts for `b`."""
     if a.cause == b.cause:
         return _seen_closer(a, b)
+    if tier(a.cause) == tier(b.cause) == 1 and bool(a.where.ranks) != bool(b.where.ranks):
+        # Two views of one wait: the one that names nobody cannot account for the one that does.
+        return bool(a.where.ranks) and (a.where.group is not None or _linked(a, b))
+    return _linked(a, b)
+
+
+def _linked(a: Finding, b: Finding) -> bool:
+    """Whether the graph says that `a` may account for `b`, and nothing speaks against it."""
     return any(link.cause == b.cause and (before(b, a) is not True or confirms_late(a, b)) and shares(a, b, link.same)
                for link in EXPLAINS.get(a.cause, ()))
 

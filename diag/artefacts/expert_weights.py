@@ -12,12 +12,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from diag.artefacts import Artefact, Source, Unreadable
 from diag.errors import ArtefactError, UsageError
-from diag.experts import Likeness
+
+if TYPE_CHECKING:
+    from diag.experts import Likeness
 
 NAME = "expert-weights"
 #: Cosine from which two experts count as alike.

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from diag.artefacts import Artefact, Artefacts
 from diag.schema import Finding
@@ -45,6 +47,7 @@ class Detector:
 
 
 _REGISTRY: dict[str, Detector] = {}
+_TOPIC = re.compile(r'^@detector\(\s*"([\w-]+)"', re.M)
 
 
 def detector(
@@ -69,13 +72,17 @@ def _tuple(kinds: type[Artefact] | tuple[type[Artefact], ...]) -> tuple[type[Art
 
 
 @cache
-def _load() -> None:
+def _load(topics: tuple[str, ...] | None) -> None:
+    """Import the modules whose source names one of `topics`: the others may need what takes long to import."""
     for name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
-        importlib.import_module(f"{__name__}.{name}")
+        source = Path(__path__[0], f"{name}.py")
+        named = set(_TOPIC.findall(source.read_text("utf-8"))) if topics is not None and source.is_file() else None
+        if topics is None or named is None or named & set(topics):
+            importlib.import_module(f"{__name__}.{name}")
 
 
 def detectors(only: str | tuple[str, ...] | None = None) -> list[Detector]:
     """All detectors sorted by name, or those whose topic is (one of) `only`."""
-    _load()
     topics = (only,) if isinstance(only, str) else only
+    _load(topics)
     return [d for _, d in sorted(_REGISTRY.items()) if topics is None or d.topic in topics]
