@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 #: How many slow tests an ordinary run takes, and the seed that picks them (PDTRAIN_TEST_SEED to vary).
-SLOW_SAMPLE = 4
+SLOW_SAMPLE = 2
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
