@@ -224,6 +224,11 @@ WAITING = frozenset({
     "hang_all_waiting", "hang_undetermined", "scheduler_time_limit", "unexplained_end", "p2p_acs_iommu",
     "jit_build_lock", "teardown_hang",
 })
+#: What consoles and dumps each call the same wait in a collective.
+VIEWS = frozenset({
+    "collective_mismatch", "collective_missing_rank", "uneven_batches", "hang_silent", "rank_dump_missing",
+    "p2p_unmatched", "group_order_deadlock", "hang_all_waiting", "hang_undetermined",
+})
 #: Real, but often the consequence of something more specific that the same rank, host or job shows.
 GENERAL = frozenset({
     "exception_unknown", "peer_exception", "code_error", "killed_unconfirmed", "segfault", "cuda_kernel_fault",

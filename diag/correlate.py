@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import datetime
 
 from diag.artefacts import Artefacts
-from diag.causes import CAUSES, EXPLAINS, LATE, VAGUE, VAGUE_SIGNATURES, VERDICTS, Shared, tier
+from diag.causes import CAUSES, EXPLAINS, LATE, VAGUE, VAGUE_SIGNATURES, VERDICTS, VIEWS, Shared, tier
 from diag.schema import SEVERITY_ORDER, Evidence, Finding
 
 #: A second unexplained failure makes the verdict less certain.
@@ -90,7 +90,7 @@ def explains(a: Finding, b: Finding) -> bool:
     """Whether `a` accounts for `b`."""
     if a.cause == b.cause:
         return _seen_closer(a, b)
-    if tier(a.cause) == tier(b.cause) == 1 and bool(a.where.ranks) != bool(b.where.ranks):
+    if a.cause in VIEWS and b.cause in VIEWS and bool(a.where.ranks) != bool(b.where.ranks):
         # Two views of one wait: the one that names nobody cannot account for the one that does.
         return bool(a.where.ranks) and (a.where.group is not None or _linked(a, b))
     return _linked(a, b)
