@@ -108,10 +108,29 @@ def patterns(path: Path) -> int:
     found = []
     for rule in load_catalogue().rules:
         text = re.sub(r"\(\?P<\w+>", "(", rule.pattern).replace("[^\\n]", ".")
-        text = re.sub(r"\(\?<?[=!](?:[^()]|\([^()]*\))*\)", "", text)
+        text = _without_lookaround(re.sub(r"\(\?P=\w+\)", r"\\w+", text))
         found.append(text)
     path.write_text("\n".join(found) + "\n")
     return len(found)
+
+
+def _without_lookaround(pattern: str) -> str:
+    """The pattern without its look-ahead and look-behind groups, which rg's engine does not know."""
+    kept, at = "", 0
+    while found := re.search(r"(?<!\\)\(\?<?[=!]", pattern[at:]):
+        start = at + found.start()
+        end, depth, in_class = start + 1, 1, False
+        while depth:
+            if pattern[end] == "\\":
+                end += 1
+            elif pattern[end] in "[]":
+                in_class = pattern[end] == "["
+            elif not in_class and pattern[end] in "()":
+                depth += 1 if pattern[end] == "(" else -1
+            end += 1
+        kept += pattern[at:start]
+        at = end
+    return kept + pattern[at:]
 
 
 def timed(command: list[str], environment: dict[str, str] | None = None) -> tuple[float, float, str]:

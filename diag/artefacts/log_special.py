@@ -32,10 +32,10 @@ def parse_special(text: str, style: Style) -> Progress | None:
         return None
     if m := _AT.match(text):
         return _made(text, int(m[1]), {"loss": float(m[2])}, "at", style)
-    if m := _EVALUATION.search(text):
+    if ", val loss" in text and (m := _EVALUATION.search(text)):
         values = {"eval_train_loss": float(m[2]), "val_loss": float(m[3])}
         return _made(text, int(m[1]), values, "summary", style)
-    if m := _AT_STEP.search(text):
+    if " loss at " in text.lower() and (m := _AT_STEP.search(text)):
         return _made(text, int(m[1]), {"val_loss": float(m[2])}, "summary", style)
     return None
 

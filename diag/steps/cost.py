@@ -6,6 +6,7 @@ length is no slow-down. Long series are folded into medians before they are sear
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ RISE_SHARE = 0.03
 RISE_SIGMAS = 6.0
 #: Points before and after the rise, and the share of the series after which "it stays so" may be said.
 LEAST_BEFORE, LEAST_AFTER, AFTER_SHARE = 4, 3, 0.05
+#: Levels are medians of so many points on either side.
+NEAR = 40
 #: In an excerpt so short that its first points count too.
 SHORT_RATIO = 2.0
 #: Creeping: each quarter slower than the one before, and so much in all.
@@ -142,15 +145,28 @@ def rise(cost: Cost) -> Rise | None:
     return None
 
 
+def _medians_before(values: Floats) -> Floats:
+    """At each place 0..n the median of the up to `NEAR` values before it; NaN at 0."""
+    result = np.full(len(values) + 1, np.nan)
+    ordered: list[float] = []
+    for at, value in enumerate(values[:NEAR].tolist(), 1):
+        insort(ordered, value)
+        result[at] = (ordered[(at - 1) // 2] + ordered[at // 2]) / 2
+    if len(values) > NEAR:
+        result[NEAR:] = np.median(np.lib.stride_tricks.sliding_window_view(values, NEAR), axis=1)
+    return result
+
+
 def _rise(cost: Cost, values: Floats, size: int) -> Rise | None:
     after = max(LEAST_AFTER if size == 1 else 2 * LEAST_AFTER, int(AFTER_SHARE * len(values)))
     best: tuple[float, int, float] | None = None
     lowest = np.minimum.accumulate(values[::-1])[::-1]
-    for at in range(LEAST_BEFORE, len(values) - after + 1):
-        left, right = values[max(0, at - 40) : at], values[at : at + 40]
-        low, high = float(np.median(left)), float(np.median(right))
-        if high <= low * (1 + RISE_SHARE):
+    lows, highs = _medians_before(values), _medians_before(values[::-1])[::-1]
+    for at in np.flatnonzero(highs > lows * (1 + RISE_SHARE)).tolist():
+        if not LEAST_BEFORE <= at <= len(values) - after:
             continue
+        left, right = values[max(0, at - NEAR) : at], values[at : at + NEAR]
+        low, high = float(lows[at]), float(highs[at])
         noise = max(scatter(left), 0.001 * low)
         floor = low + max(3 * noise, 0.3 * (high - low))
         if high - low > RISE_SIGMAS * noise and lowest[at] > floor and scatter(right) < 0.35 * (high - low) \
