@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -126,7 +127,7 @@ def _span(log: Log) -> tuple[int, int, int, float] | None:
 
 def _console(group: list[Log]) -> RawRun | None:
     parts: list[Part] = []
-    pieces: dict[str, Series] = {}
+    pieces: defaultdict[str, Series] = defaultdict(Series)
     texts: dict[int, str] = {}
     offsets: dict[int, int] = {}
     base, total, known, style = 0, None, True, ""
@@ -136,7 +137,7 @@ def _console(group: list[Log]) -> RawRun | None:
         if log.table is not None:
             for key, series in log.table.series.items():
                 raw = _raw(key, series, base)
-                pieces.setdefault(key, Series()).extend(raw.steps, raw.records, raw.values)
+                pieces[key].extend(raw.steps, raw.records, raw.values)
             total, style = log.table.total_steps or total, log.table.style
             known = known and log.table.steps_known
         else:
@@ -215,7 +216,7 @@ def _steps(points: Sequence[Progress]) -> tuple[list[int], bool]:
     return found, True
 
 
-def _collect(points: Sequence[Progress], steps: Sequence[int], base: int, pieces: dict[str, Series],
+def _collect(points: Sequence[Progress], steps: Sequence[int], base: int, pieces: defaultdict[str, Series],
              texts: dict[int, str], offsets: dict[int, int]) -> None:
     seen_loss = False
     for item, step in zip(points, steps, strict=True):
@@ -226,17 +227,17 @@ def _collect(points: Sequence[Progress], steps: Sequence[int], base: int, pieces
             loss = float("nan")
         seen_loss = seen_loss or loss is not None
         if loss is not None:
-            pieces.setdefault("loss", Series()).add(step, record, loss)
+            pieces["loss"].add(step, record, loss)
         if norm is not None:
-            pieces.setdefault("grad_norm", Series()).add(step, record, norm)
+            pieces["grad_norm"].add(step, record, norm)
         waits = bool(item.values.keys() & WAITS)
         for key, value in item.values.items():
             if key in _NOT_METRICS or key in ("loss", "grad_norm") or (loss is not None and value == loss):
                 continue
             key = DURATIONS.get(key, key) if waits else key
-            pieces.setdefault(key, Series()).add(step, record, value)
+            pieces[key].add(step, record, value)
         if item.speaker.time is not None:
-            pieces.setdefault("time", Series()).add(step, record, item.speaker.time)
+            pieces["time"].add(step, record, item.speaker.time)
 
 
 def vanished(values: dict[str, float]) -> bool:
@@ -246,7 +247,7 @@ def vanished(values: dict[str, float]) -> bool:
     return counted and values.get("number_of_skipped_iterations", 0) == 0
 
 
-def _others(progress: Sequence[Progress], chosen: Sequence[Progress], base: int, pieces: dict[str, Series],
+def _others(progress: Sequence[Progress], chosen: Sequence[Progress], base: int, pieces: defaultdict[str, Series],
             known: bool) -> None:
     """Columns that only other lines of the same log carry (timers, optimizer lines), where they name the step."""
     if not known:
@@ -261,4 +262,4 @@ def _others(progress: Sequence[Progress], chosen: Sequence[Progress], base: int,
             continue
         for key, value in item.values.items():
             if key not in have and key not in _NOT_METRICS and "loss" not in key:
-                pieces.setdefault(key, Series()).add(item.step, item.line - 1 + base, value)
+                pieces[key].add(item.step, item.line - 1 + base, value)
