@@ -4,8 +4,8 @@
     {"span":"forward","step":1,"start":1700000001.2,"seconds":0.31}
     {"times":{"attention":0.12,"experts":0.09},"step":5}
 
-Events are few and kept; spans are many: they are counted, summed, added up over bins of steps that double when there
-are too many of them, and the last ones are kept.
+Events are few and kept, but for those of pools (`diag.artefacts.pool_records`). Spans are many: they are counted, added
+up over bins of steps that double when there are too many of them, and the last ones are kept.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any
 import msgspec
 
 from diag.artefacts import Artefact, Source, Unreadable
+from diag.artefacts.pool_records import PoolLog, add_pool_event
+from diag.artefacts.step_times import StepTimes
 from diag.errors import ArtefactError
 
 NAME = "run-events"
@@ -25,8 +27,6 @@ MAX_EVENTS = 10_000
 LAST_SPANS = 64
 MAX_LINE_BYTES = 1 << 20
 MAX_NAMES = 10_000
-#: Bins of steps kept per name; beyond this the bins double.
-MAX_BINS = 128
 MAX_STEP = 1 << 53
 _LINE = re.compile(rb'\s*\{"(?:event|span)":"|\s*\{"times":\{')
 _RANK = re.compile(r"rank[_-]?(\d{1,7})")
@@ -62,43 +62,12 @@ class SpanTotal:
     longest: RunSpan | None = None
 
 
-@dataclass(slots=True)
-class StepTimes:
-    """Seconds by step: bin b covers steps b·width … (b+1)·width-1 and holds [seconds, steps recorded in it]."""
-
-    width: int = 1
-    bins: dict[int, list[float]] = field(default_factory=dict)
-    _last: int = -1
-
-    def add(self, step: int, seconds: float) -> None:
-        """Add a part of `step`; the parts of one step come in a row."""
-        entry = self.bins.setdefault(step // self.width, [0.0, 0])
-        entry[0] += seconds
-        if step != self._last:
-            entry[1] += 1
-            self._last = step
-        if len(self.bins) > MAX_BINS:
-            self.widen(2 * self.width)
-
-    def widen(self, width: int) -> None:
-        """Bins of `width` steps, a multiple of the present width."""
-        factor, bins = width // self.width, self.bins
-        self.width, self.bins = width, {}
-        for number, (seconds, steps) in bins.items():
-            entry = self.bins.setdefault(number // factor, [0.0, 0])
-            entry[0] += seconds
-            entry[1] += steps
-
-    def rewind(self, step: int) -> None:
-        """Drop what lies beyond `step`: it was done again."""
-        self.bins = {number: entry for number, entry in self.bins.items() if number * self.width <= step}
-
-
 @dataclass(kw_only=True)
 class EventLog(Artefact):
     """What one rank did: its events in order, its spans by name, and the last spans before the end.
 
     `phases`: seconds by step of each span that belongs to a step; `modules`: of each watched group of modules.
+    `pool`: what it recorded of its pool since its last start, in a run with phase separation.
     """
 
     events: list[RunEvent] = field(default_factory=list)
@@ -108,6 +77,7 @@ class EventLog(Artefact):
     last_spans: deque[RunSpan] = field(default_factory=lambda: deque(maxlen=LAST_SPANS))
     last_time: float | None = None
     last_step: int | None = None
+    pool: PoolLog | None = None
 
 
 ARTEFACT = EventLog
@@ -156,6 +126,13 @@ def add_record(log: EventLog, record: Any, line: int) -> None:
     if isinstance(name := record.get("event"), str):
         time = record.get("time")
         moment = float(time) if isinstance(time, (int, float)) else None
+        if name.startswith("pool"):
+            log.pool = log.pool or PoolLog()
+            add_pool_event(log.pool, name, record, line)
+            log.last_time = moment if moment is not None else log.last_time
+            return
+        if name == "start":
+            log.pool = None
         if len(log.events) < MAX_EVENTS:
             fields = {key: value for key, value in record.items() if key not in ("event", "time")}
             log.events.append(RunEvent(name, line, moment, fields))
@@ -163,6 +140,8 @@ def add_record(log: EventLog, record: Any, line: int) -> None:
         if name == "resume" and isinstance(record.get("step"), int):
             for column in (*log.phases.values(), *log.modules.values()):
                 column.rewind(record["step"])
+            if log.pool is not None:
+                log.pool.rewind(record["step"])
     elif isinstance(name := record.get("span"), str):
         step = record.get("step")
         span = RunSpan(name, line, step if isinstance(step, int) else None, float(record["start"]),

@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from diag.artefacts.run_events import EventLog, StepTimes
+from diag.artefacts.run_events import EventLog
+from diag.artefacts.step_times import StepTimes
 
 #: A rank this much above the median of the others is slow. Field practice: exclude a GPU that is 10 % off its peers
 #: (playbook straggler); NVIDIA's resiliency extension alarms at 1 / 0.75.
@@ -84,11 +85,12 @@ class Job:
 def jobs(logs: Iterable[EventLog], waiting: Callable[[EventLog], frozenset[str]]) -> list[Job]:
     """Event logs grouped by folder, aligned in bins of steps. `problem` says why a job cannot be judged.
 
-    `waiting` names the modules of a log's run that wait for other ranks, beside the exchanges.
+    `waiting` names the modules of a log's run that wait for other ranks, beside the exchanges. Ranks of an update pool
+    do another work than these; they are compared among each other (`diag.pools`).
     """
     folders: dict[str, dict[int, EventLog]] = {}
     for log in logs:
-        if len(log.ranks) == 1:
+        if len(log.ranks) == 1 and not (log.pool is not None and log.pool.role == "update"):
             folders.setdefault(log.directory, {})[log.ranks[0]] = log
     return [_aligned(Job(ranks, _hosts(ranks)), EXCHANGES | waiting(next(iter(ranks.values()))))
             for _, ranks in sorted(folders.items())]
@@ -113,10 +115,16 @@ def _aligned(job: Job, waiting: frozenset[str]) -> Job:
         return job
     columns = {rank: _columns(log, timed, waiting) for rank, log in job.logs.items()}
     guide = {rank: log.modules if timed else log.phases for rank, log in job.logs.items()}
+    spans = {rank: _spans(log) for rank, log in job.logs.items()}
+    return align(job, columns, guide, spans)
+
+
+def align(job: Job, columns: dict[int, dict[str, StepTimes]], guide: dict[int, dict[str, StepTimes]],
+          spans: dict[int, dict[str, StepTimes]]) -> Job:
+    """Fill `job`: own times from `columns`, whole steps from `spans`, in the bins that all of `guide` have."""
     width = _width(guide, columns)
     binned = {rank: {name: _binned(times, width) for name, times in own.items()} for rank, own in columns.items()}
-    spans = {rank: {name: _binned(times, width) for name, times in log.phases.items() if name not in ASIDE}
-             for rank, log in job.logs.items()}
+    whole = {rank: {name: _binned(times, width) for name, times in found.items()} for rank, found in spans.items()}
     common = set.intersection(*(set().union(*(_bins_of(times, width) for times in found.values()))
                                 for found in guide.values()))
     numbers = sorted(n for n in common if n * width > SETTLING)
@@ -126,9 +134,16 @@ def _aligned(job: Job, waiting: frozenset[str]) -> Job:
     job.first = [max(n * width, 1) for n in numbers]
     job.own = {rank: [{name: times.get(n, 0.0) for name, times in own.items()} for n in numbers]
                for rank, own in binned.items()}
-    job.step = [median(sum(times.get(n, 0.0) for times in found.values()) for found in spans.values())
+    job.step = [median(sum(times.get(n, 0.0) for times in found.values()) for found in whole.values())
                 for n in numbers]
     return job
+
+
+def _spans(log: EventLog) -> dict[str, StepTimes]:
+    """What adds up to a step. Spans of a pool's exchange may lie inside others: there the rank says how long it was."""
+    if log.pool is not None and "step" in log.pool.times:
+        return {"step": log.pool.times["step"]}
+    return {name: times for name, times in log.phases.items() if name not in ASIDE}
 
 
 def _columns(log: EventLog, timed: bool, waiting: frozenset[str]) -> dict[str, StepTimes]:

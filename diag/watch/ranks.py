@@ -35,7 +35,9 @@ def recent_jobs(tails: Iterable[Tail], artefacts: Artefacts) -> list[Job]:
     """One job per folder of events with at least two ranks and enough steps that all of them measured."""
     folders: dict[str, dict[int, EventsTail]] = {}
     for tail in tails:
-        if isinstance(tail, EventsTail) and len(tail.log.ranks) == 1 and (tail.spans or tail.modules):
+        of_update_pool = isinstance(tail, EventsTail) and tail.log.pool is not None and tail.log.pool.role == "update"
+        if isinstance(tail, EventsTail) and len(tail.log.ranks) == 1 and (tail.spans or tail.modules) \
+                and not of_update_pool:
             folders.setdefault(tail.log.directory, {})[tail.log.ranks[0]] = tail
     found = [_job(ranks, artefacts) for ranks in folders.values() if len(ranks) > 1]
     return [job for job in found if job is not None]
@@ -51,7 +53,8 @@ def _job(ranks: dict[int, EventsTail], artefacts: Artefacts) -> Job | None:
     own = {rank: [_own(tail, step, timed, waiting) for step in steps] for rank, tail in ranks.items()}
     if not all(phases for bins in own.values() for phases in bins):
         return None
-    whole = [median(sum(v for name, v in tail.spans.get(step, {}).items() if name not in ASIDE)
+    whole = [median(sum(v for name, v in tail.spans.get(step, {}).items()
+                        if name not in ASIDE and not name.startswith("pool_"))
                     for tail in ranks.values()) for step in steps]
     logs: dict[int, EventLog] = {rank: tail.log for rank, tail in ranks.items()}
     hosts = {rank: starts[-1] for rank, log in logs.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diag.artefacts import Unreadable, memory_source, recognise, run_config, run_environment, run_events
+from diag.artefacts.step_times import MAX_BINS
 from tests.diag.helpers import config
 
 EVENTS = (b'{"event":"start","time":100.5,"rank":3,"host":"n1"}\n'
@@ -56,7 +57,7 @@ def test_spans_and_module_times_are_added_up_by_step() -> None:
     lines += [b'{"times":{"attention":0.5,"experts":0.1},"step":5}', b'{"times":{"attention":0.7},"step":10}']
     log = run_events.read(memory_source(b"\n".join(lines) + b"\n", "rank_0.jsonl"))
     forward = log.phases["forward"]
-    assert len(forward.bins) <= run_events.MAX_BINS and sum(steps for _, steps in forward.bins.values()) == 5000
+    assert len(forward.bins) <= MAX_BINS and sum(steps for _, steps in forward.bins.values()) == 5000
     assert all(seconds / steps == pytest.approx(0.5) for seconds, steps in forward.bins.values())
     assert log.modules["attention"].bins == {5: [0.5, 1], 10: [0.7, 1]} and log.problem is None
 
