@@ -34,8 +34,7 @@ ARTEFACT = Ibstat
 
 def sniff(head: bytes, name: str) -> float:
     """The first lines of an adapter."""
-    found = _SNIFF.search(head)
-    return 0.95 if found and found.start() < 4096 else 0.0
+    return 0.95 if _SNIFF.search(head, 0, 4096) else 0.0
 
 
 def read(source: Source) -> Ibstat | Unreadable:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import PurePath
 
 from diag.artefacts import Artefact, Progress, Source, Unreadable
@@ -41,7 +42,8 @@ _HOLE = re.compile(rb"\0{512,}")
 
 def sniff(head: bytes, name: str) -> float:
     """Printable text with lines. Weak (0.2) unless lines look logged, so that every specific format wins."""
-    head = _HOLE.sub(b"\n", head)
+    if bytes(512) in head:
+        head = _HOLE.sub(b"\n", head)
     if not head.strip():
         return 0.0
     sample = head[:16_384]
@@ -54,7 +56,8 @@ def sniff(head: bytes, name: str) -> float:
     if control > len(sample) // 20 or odd > len(sample) // 4:
         return 0.0
     suffix = PurePath(name.lower()).suffix
-    logged = len(_LOG_LINE.findall(sample)) * 400 >= min(len(sample), 8000)
+    enough = -(-min(len(sample), 8000) // 400)
+    logged = sum(1 for _ in islice(_LOG_LINE.finditer(sample), enough)) == enough
     if suffix in _OTHER_SUFFIXES:
         return 0.15 if logged and suffix not in (".py", ".md", ".rst", ".html", ".ipynb", ".sh", ".json") else 0.0
     if sample.lstrip()[:1] in (b"{", b"["):

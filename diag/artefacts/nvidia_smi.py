@@ -19,6 +19,8 @@ MAX_BYTES = 64 << 20
 
 _ANSI = re.compile(r"\x1b\[[\d;]*m")
 _MARKS = re.compile(rb"=+NVSMI LOG=+|^\| NVIDIA-SMI [\d.]+|^# \$ nvidia-smi|^GPU \d+: .*\(UUID: ", re.M)
+#: What the headings hold, to be looked for first: most files hold none of it.
+_WORDS = (b"NVSMI LOG", b"NVIDIA-SMI", b"$ nvidia-smi", b"(UUID: ", b"GPU0")
 _TOPO = re.compile(rb"^(?:\x1b\[4m|[ \t])*GPU0[ \t]+(?:GPU1|CPU Affinity|NIC0|mlx5_)", re.M)
 _CSV = re.compile(rb"^[\w.]+(?: \[\w+\])?, [^\n]*(?:pci\.bus_id|driver_version|memory\.total|ecc\.errors|ecc\.mode"
                   rb"|utilization\.gpu|clocks_(?:throttle|event)_reasons|temperature\.gpu|pcie\.link)[^\n]*\n", re.M)
@@ -46,11 +48,11 @@ _FAILURE = re.compile(r"Unable to determine the device handle|NVIDIA-SMI has fai
 
 def sniff(head: bytes, name: str) -> float:
     """One of the headings, and nothing that looks logged."""
-    if _LOGGED.search(head):
+    first = head.lstrip(b"\xef\xbb\xbf").split(b"\n", 1)[0] + b"\n"
+    if not any(word in head for word in _WORDS) and b", " not in first or _LOGGED.search(head):
         return 0.0
     if _MARKS.search(head) or _TOPO.search(head):
         return 0.95
-    first = head.lstrip(b"\xef\xbb\xbf").split(b"\n", 1)[0] + b"\n"
     return 0.97 if _CSV.match(first) else 0.0
 
 
