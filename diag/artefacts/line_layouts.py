@@ -292,7 +292,7 @@ class Lines:
             if len(self.rejected) < 200_000:
                 self.rejected.add(shape)
             return
-        self.blocked = self.blocked or item.kind == "olmo"
+        self.blocked = self.blocked or item.kind == "olmo" or item.kind == "megatron" and not item.values
         layout = learn(line, item) if len(self.layouts) < MAX_LAYOUTS else None
         match = layout.pattern.fullmatch(line) if layout is not None else None
         if layout is not None and match is not None and self._agrees(layout, match, line):

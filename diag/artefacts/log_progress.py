@@ -30,6 +30,12 @@ _OLMO_VALUE = re.compile(rf"(?:^|[|>)\]:Z])\s{{2,12}}(?:Train )?([\w./()-][\w./ 
 _KERAS = re.compile(r"(?:^|[\s|>])(\d+)/(\d+) (?:\[[=>.]+\]|[\u2501\u2500]+)\s")
 _TQDM = re.compile(r"(?P<desc>[^|\r]{0,80}?):?\s{1,8}\d{1,3}%\|.{0,400}?\|\s{0,12}(?P<n>\d+)/(?P<total>\d+) "
                    r"\[(?P<elapsed>[\d:]+)<[\d:?]+(?P<rest>[^\]]*)")
+#: A bar without a total: "31step [01:09, 19.40s/step, loss=2.1]".
+_UNBOUNDED = re.compile(r"(?:^|[\s:|])(?P<n>\d{1,12}) ?(?:it|steps?|batch(?:es)?|ba|ex(?:amples)?|samples?) "
+                        r"\[(?P<elapsed>\d[\d:]+), {0,4}[?\d][\d.]{0,12} ?(?:\w{1,8}/s|s/\w{1,8}), ?(?P<rest>[^\]]*)")
+#: The rest of a Megatron-LM line that a terminal or a wrapper has broken.
+_BROKEN = re.compile(r"\s*(?:learning rate|global batch size|lm loss|loss scale|grad norm|params norm|num zeros|"
+                     r"consumed samples|number of (?:skipped|nan) iterations): {0,12}[-+.\w]{1,40} {0,12}(?:\||$)")
 _EPOCH = re.compile(r"Epoch(?:\(train\))?:?\s{0,4}\[(\d+)\]\s{0,4}\[\s{0,8}(\d+)/(\d+)\]")
 _STEP = re.compile(r"(?:^|[\s\[(,|\"'{])(?:global[_ ]?step|train[_ ]?step|step|iter(?:ation)?|batch(?:_idx)?|"
                    r"num_updates|updates?|it)s?[\"'\]]?\s{0,8}[:=#\[( ]\s{0,12}[\"']?(\d+)"
@@ -70,12 +76,14 @@ def find_progress(block: bytes, style: Style) -> list[Progress]:
             if b"\r" in raw:
                 raw = raw.rstrip(b"\r").rsplit(b"\r", 1)[-1]
             text = clean(raw.decode("utf-8", "replace"))
-            if open_block is not None and (value := _OLMO_VALUE.search(text)):
+            if open_block is not None and open_block.kind == "olmo" and (value := _OLMO_VALUE.search(text)):
                 if len(open_block.values) < MAX_VALUES:
                     open_block.values[_key(value[1])] = _float(value[2])
+            elif open_block is not None and open_block.kind == "megatron" and _BROKEN.match(text):
+                open_block.values |= _piped(text) if len(open_block.values) < MAX_VALUES else {}
             else:
                 item = parse_line(text, style)
-                open_block = item if item is not None and item.kind == "olmo" else None
+                open_block = item if item is not None and item.kind in ("olmo", "megatron") else None
                 if item is not None:
                     item.line, item.offset = number, offset
                     found.append(item)
@@ -90,19 +98,15 @@ def parse_line(text: str, style: Style = Style()) -> Progress | None:  # noqa: B
     if (special := parse_special(text, style)) is not None:
         return special
     if m := _MEGATRON.search(text):
-        values = {}
-        for key, value in _PIPED.findall(m[3]):
-            number = _maybe(value)
-            if number is not None:
-                values[_key(key)] = number
-        return _made(text, style, int(m[1]), int(m[2]), values, "megatron")
+        return _made(text, style, int(m[1]), int(m[2]), _piped(m[3]), "megatron")
     if m := _OLMO.search(text):
         return _made(text, style, int(m[1]), int(m[2]) if m[2] else None, {}, "olmo")
     if _DICT.search(text):
         values = {_key(k): _float(v) for k, v in _PAIR.findall(text)[:MAX_VALUES]}
         step = next((values[k] for k in ("step", "global_step", "num_updates", "iteration") if k in values), None)
+        bar = "%|" in text or "/s, " in text  # its dictionary may be that of the other metrics
         if not any("loss" in k or "grad" in k for k in values):
-            return None
+            return _bar(text, style) if bar else None
         kind = "summary" if "train_runtime" in values or any(k.startswith("eval") for k in values) else "dict"
         if step is None and (count := _COUNT.search(text)):
             return _made(text, style, int(count[1]), int(count[2]), values, kind)
@@ -110,11 +114,8 @@ def parse_line(text: str, style: Style = Style()) -> Progress | None:  # noqa: B
         return _made(text, style, int(step) if step is not None and known else -1, None, values, kind)
     if m := _EPOCH.search(text):
         return _made(text, style, int(m[2]), int(m[3]), _fields(text) | _words(text) | _meters(text), f"epoch {m[1]}")
-    if "%|" in text and (m := _TQDM.search(text)):
-        kind = "bar " + re.sub(r"\d+", "#", re.sub(r"^.*\]:?\s*", "", m["desc"]).strip())[-40:]
-        made = _made(text, style, int(m["n"]), int(m["total"]), _fields(m["desc"]) | _fields(m["rest"]), kind)
-        made.elapsed = _clock_seconds(m["elapsed"])
-        return made
+    if (bar := _bar(text, style)) is not None:
+        return bar
     if m := _KERAS.search(text):
         return _made(text, style, int(m[1]), int(m[2]), _fields(text), "keras")
     if (m := _step(text)) and _METRIC.search(text):
@@ -126,6 +127,25 @@ def parse_line(text: str, style: Style = Style()) -> Progress | None:  # noqa: B
         if values:
             return _made(text, style, int(m[1]), int(m[2]) if m[2] else None, values, "step")
     return _loose(text, style)
+
+
+def _piped(text: str) -> dict[str, float]:
+    """"lm loss: 2.1 | grad norm: nan |" of Megatron-LM."""
+    found = ((_key(key), _maybe(value)) for key, value in _PIPED.findall(text)[:MAX_VALUES])
+    return {key: number for key, number in found if number is not None}
+
+
+def _bar(text: str, style: Style) -> Progress | None:
+    """A tqdm bar, with a total or, when it carries a loss, without."""
+    if "%|" in text and (m := _TQDM.search(text)):
+        kind = "bar " + re.sub(r"\d+", "#", re.sub(r"^.*\]:?\s*", "", m["desc"]).strip())[-40:]
+        made = _made(text, style, int(m["n"]), int(m["total"]), _fields(m["desc"]) | _fields(m["rest"]), kind)
+    elif ("/s" in text or "s/" in text) and "oss" in text and (m := _UNBOUNDED.search(text)):
+        made = _made(text, style, int(m["n"]), None, _fields(m["rest"]), "bar")
+    else:
+        return None
+    made.elapsed = _clock_seconds(m["elapsed"])
+    return made
 
 
 def _step(text: str) -> re.Match[str] | None:

@@ -48,6 +48,8 @@ def findings_of(run: Run) -> list[Finding]:
         if signal is not None and not any(s.finding.cause == "fp16_loss_scale_collapse" for s in found):
             found.append(_scale(run, run.columns[cause], signal))
     norm = run.get("grad_norm")
+    if norm is not None and not losses and (odd := signals.norm_alone(norm, run.get("loss_scale"))) is not None:
+        found.append(_nan(run, norm, odd))
     if norm is not None and (grown := signals.growth(norm.values)) is not None:
         found.append(_growth(run, norm, grown))
     return [s.finding for s in sorted(_settled(found, losses), key=lambda s: s.step)]
@@ -226,15 +228,15 @@ def _nan(run: Run, column: Column, signal: signals.Signal) -> Seen:
     ended = bool(not np.isfinite(column.values[-1])) and len(column) > 1
     step = int(column.steps[place])
     why = blame(run, step, int(column.steps[max(place - 1, 0)]), step)
-    what = "the loss field disappeared" if run.style == "megatron" and not np.isfinite(column.values[place]) \
-        else signal.note
+    gone = run.style == "megatron" and column.name == "loss" and not np.isfinite(column.values[place])
+    what = "the loss field disappeared" if gone else signal.note
     numbers: dict[str, Any] = {"last_step": int(column.steps[-1]), "points": signal.points, "column": column.key}
     if np.isfinite(signal.before):
         numbers["level"] = round(signal.before, 5)
     shown = list(range(place, min(place + SHOWN, len(column))))
     finding = _made(run, column, shown, "loss_nan", "error", _sure_of_nan(signal, ended, column.values[place], run),
                     numbers | why.numbers(), why)
-    name = "Loss or gradients" if column.name == "loss" else column.key
+    name = "Loss or gradients" if column.name in ("loss", "grad_norm") else column.key
     finding.summary = f"{name} became NaN or infinite{_at(run, column, place)} ({what})"
     finding.fix = fix_of("loss_nan", run, step, why) if place > 0 else []  # nothing to go back to
     return Seen(finding, step)

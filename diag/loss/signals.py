@@ -95,6 +95,17 @@ def nan_onset(run: Run, column: Column) -> Signal | None:
     return Signal(first, float(before[-1]) if len(before) else float("nan"), float("nan"), len(places), note)
 
 
+def norm_alone(norm: Column, scale: Column | None) -> Signal | None:
+    """The norm of a record without any loss is no number to its end; a single last one is enough where nothing was
+    scaled (a loss scale of 1) and such a step therefore is not skipped."""
+    odd = ~np.isfinite(norm.values)
+    unscaled = scale is not None and len(scale) > 0 and bool((scale.values == 1.0).all())
+    if not odd.any() or not odd[-1] or not (_lasting(odd) or unscaled and len(odd) < 25):
+        return None
+    first = len(odd) - int(np.argmin(odd[::-1])) if not odd.all() else 0
+    return Signal(first, float("nan"), float("nan"), len(odd) - first, "the gradient norm is no number")
+
+
 def _lasting(odd: npt.NDArray[np.bool_]) -> bool:
     """Whether norms are no numbers to the end: three in a row, or two that are the only ones of a short record."""
     return bool(odd[-3:].all() and len(odd) > 3 or len(odd) > 4 and odd[-2:].all() and odd.sum() == 2 and len(odd) < 25)
