@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from diag.artefacts import Artefact, Artefacts, Progress, Reader, ReadOptions, Source, Unreadable, recognise
@@ -44,11 +45,11 @@ def diagnose(
     findings and `inputs[].problem`.
     """
     names = [str(path) for path in paths]
-    chosen = detectors(only)
-    numbers_only = only is not None and not any(Log in (*d.needs, *d.wants) for d in chosen)
+    wanted = None if only is None else detectors(only)  # all of them are imported while children read
+    numbers_only = wanted is not None and not any(Log in (*d.needs, *d.wants) for d in wanted)
     sources = discover(names, options=ReadOptions(signatures=signatures, series=numbers_only, columns=columns,
-                                                 device_memory=device_memory))
-    items, notes = read(sources, chosen, everything=only is None, progress=progress)
+                                                 device_memory=device_memory, meanwhile=partial(detectors, only)))
+    items, notes = read(sources, wanted, progress=progress)
     if not items:
         raise UsageError(f"{', '.join(names[:5])}: {_nothing_to_use(notes)}")
     judged, earlier = last_starts(items)
@@ -57,7 +58,7 @@ def diagnose(
     artefacts.columns = columns
     if inspect is not None:
         inspect(artefacts)
-    findings, not_checked, ran = detect(artefacts, chosen)
+    findings, not_checked, ran = detect(artefacts, detectors(only))
     findings = correlate(findings, artefacts) + list(_damage(items))
     return build_report(findings, inputs=[_input(item) for item in items], not_checked=[*not_checked, *notes],
                         checked=ran > 0)
@@ -65,16 +66,16 @@ def diagnose(
 
 def read(
     sources: list[Source | Unreadable],
-    chosen: list[Detector],
+    chosen: list[Detector] | None,
     *,
-    everything: bool,
     progress: Progress | None = None,
 ) -> tuple[list[Artefact], list[str]]:
-    """Read what the `chosen` detectors ask for; the rest of a folder is only counted, in the notes returned.
+    """Read what the `chosen` detectors ask for, all for None; the rest of a folder is only counted, in the notes
+    returned.
 
     A file that the user named himself is always answered for, readable or not.
     """
-    wanted = tuple({kind for d in chosen for kind in (*d.needs, *d.wants)})
+    wanted = tuple({kind for d in chosen or () for kind in (*d.needs, *d.wants)})
     items: list[Artefact] = []
     batches: dict[str, tuple[Reader, list[Source], list[int]]] = {}
     skipped: list[str] = []
@@ -83,7 +84,7 @@ def read(
             items.append(source)
             continue
         reader = recognise(source)
-        if reader is not None and (everything or issubclass(reader.ARTEFACT, wanted)):
+        if reader is not None and (chosen is None or issubclass(reader.ARTEFACT, wanted)):
             batch = batches.setdefault(reader.NAME, (reader, [], []))
             batch[1].append(source)
             batch[2].append(len(items))

@@ -44,6 +44,8 @@ class ReadOptions:
     columns: tuple[tuple[str, str], ...] = ()
     #: bytes of memory of one GPU (`--device-memory`), for what a snapshot does not say
     device_memory: int | None = None
+    #: what the process may do while children read for it: imports that it will need
+    meanwhile: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,7 +76,7 @@ def run(sources: Sequence[Source], catalogue: Catalogue, report: Report, workers
             finished(task, work(sources[task.source], task, catalogue, budget))
     else:
         _ = catalogue.matcher  # deserialised once; children get it with the fork
-        _forked(sources, catalogue, tasks, workers, budget, finished)
+        _forked(sources, catalogue, tasks, workers, budget, finished, sources[0].options.meanwhile)
     return [[results[key] for key in sorted(k for k in results if k[0] == index)] for index in range(len(sources))]
 
 
@@ -113,7 +113,7 @@ def _shares(tasks: list[Task], workers: int) -> list[list[int]]:
 
 
 def _forked(sources: Sequence[Source], catalogue: Catalogue, tasks: list[Task], workers: int, budget: int,
-            finished: Callable[[Task, Facts], None]) -> None:
+            finished: Callable[[Task, Facts], None], meanwhile: Callable[[], object] | None) -> None:
     children: dict[int, int] = {}
     buffers: dict[int, bytearray] = {}
     missing = set(range(len(tasks)))
@@ -128,6 +128,8 @@ def _forked(sources: Sequence[Source], catalogue: Catalogue, tasks: list[Task], 
                 children[reading] = pid
                 buffers[reading] = bytearray()
                 selector.register(reading, selectors.EVENT_READ)
+            if meanwhile is not None:
+                meanwhile()
             while selector.get_map():
                 for key, _ in selector.select():
                     pipe = key.fd

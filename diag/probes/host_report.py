@@ -79,7 +79,7 @@ def saved(paths: Iterable[str | Path], *, signatures: Path | None = None, progre
     names = [str(path) for path in paths]
     chosen = [d for d in detectors(("env", "logs")) if d.topic == "env" or Log in d.needs]
     sources = discover(names, options=ReadOptions(signatures=signatures))
-    items, notes = read(sources, chosen, everything=False, progress=progress)
+    items, notes = read(sources, chosen, progress=progress)
     if not items:
         raise UsageError(f"{', '.join(names[:5])}: {notes[0] if notes else 'empty; nothing to read'}")
     artefacts = Artefacts(items)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import tempfile
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -96,6 +95,15 @@ def _have_hyperscan() -> bool:
     return True
 
 
+def _machine() -> str:
+    """Processor and host: a database fits the processor that it was compiled on."""
+    if hasattr(os, "uname"):
+        return f"{os.uname().machine}|{os.uname().nodename}"
+    import platform  # which costs more to import than all else here
+
+    return f"{platform.machine()}|{platform.node()}"
+
+
 def _store(paths: list[Path], engine: str) -> Path | None:
     """The cache file for exactly these signature files; None when the user has no cache folder."""
     key = hashlib.blake2b(digest_size=16)
@@ -104,7 +112,7 @@ def _store(paths: list[Path], engine: str) -> Path | None:
         import hyperscan
 
         version = str(getattr(hyperscan, "__version__", ""))
-    key.update(f"{FORMAT}|{engine}|{version}|{platform.machine()}|{platform.node()}".encode())
+    key.update(f"{FORMAT}|{engine}|{version}|{_machine()}".encode())
     for path in paths:
         try:
             data = path.read_bytes()
