@@ -191,6 +191,8 @@ _ROWS = (
     Cause("collective_wrong_result", "a collective returned wrong numbers: memory, link or driver corrupts data",
           "failed"),
     Cause("host_checked", "what was looked at of a host, and what it is", "context"),
+    Cause("peer_unreachable", "a rank died, stopped or could not be reached while links were measured", "failed"),
+    Cause("link_measured", "what a probe measured between the ranks of a job", "context"),
     Cause("straggler", "one rank is persistently slower than its peers (which phase, since when)", "degraded"),
     Cause("ckpt_incomplete", "a save was interrupted: commit mark, tracker or shards missing", "degraded"),
     Cause("ckpt_bad_values",

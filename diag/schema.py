@@ -99,8 +99,11 @@ class Report(msgspec.Struct, kw_only=True):
         return int(worst >= SEVERITY_ORDER["warning"] or self.verdict == "unknown")
 
 
-def to_json(report: Report, *, indent: int = 2) -> str:
-    """`report` as JSON text with the contract's keys; finding keys that the contract always promises are kept."""
+def to_json(report: Report, *, indent: int = 2, more: dict[str, Any] | None = None) -> str:
+    """`report` as JSON text with the contract's keys; finding keys that the contract always promises are kept.
+
+    `more` are keys of one command's own, after the contract's.
+    """
     plain = msgspec.to_builtins(report)
     findings = []
     for finding in report.findings:
@@ -113,6 +116,7 @@ def to_json(report: Report, *, indent: int = 2) -> str:
         findings.append(promised | item | {"confidence": round(finding.confidence, 3)})
     ordered = {"schema": report.schema, "verdict": report.verdict, "headline": report.headline,
                "inputs": plain["inputs"], "findings": findings, "not_checked": report.not_checked}
+    ordered = ordered | {key: value for key, value in (more or {}).items() if key not in ordered}
     try:
         encoded = msgspec.json.encode(ordered)
     except UnicodeEncodeError:  # a file name, or a name in a file, that is no UTF-8

@@ -21,6 +21,7 @@ TABLE = {
     "steps": ("diag.commands.steps:steps", "Slow ranks, slow-downs, stalls, and where the time of a step goes."),
     "watch": ("diag.commands.watch:watch", "Follow a run while it goes: a live screen, alarms, hooks."),
     "memory": ("diag.commands.memory:memory", "Where GPU memory went: peak, owners, fragmentation, leaks, ranks."),
+    "comm": ("diag.commands.comm:comm", "Measure collectives and links; name a bad link, host or rank."),
     "env": ("diag.commands.env:env", "Is this machine, and are all hosts of a job, fit to train?"),
     "ckpt": ("diag.commands.ckpt:ckpt", "Prove checkpoints whole, list them, compare them."),
     "reshard": ("diag.commands.reshard:reshard", "Move a checkpoint to another format, layout or family of names."),

@@ -80,10 +80,12 @@ class Output:
         """Whether standard output carries the report as text for people."""
         return not self.json and "-" not in (self.markdown, self.html) and self.file in (None, "-")
 
-    def emit(self, report: Report, *, page: Callable[[Report], str] | None = None) -> int:
+    def emit(self, report: Report, *, page: Callable[[Report], str] | None = None,
+             more: dict[str, Any] | None = None) -> int:
         """Write `report` in every form asked for and return the exit status of the command.
 
-        `page` makes the HTML instead of `diag.report.html`, for commands that have a picture to add.
+        `page` makes the HTML instead of `diag.report.html`, for commands that have a picture to add; `more` are keys
+        of the JSON beside the report's own.
         """
         if self.markdown is not None:
             from diag.report.markdown import render as render_markdown
@@ -94,7 +96,7 @@ class Output:
 
             self._write(self.html, (page or render_html)(report))
         if self.json:
-            self._write(self.file or "-", to_json(report) + "\n")
+            self._write(self.file or "-", to_json(report, more=more) + "\n")
         elif report.nothing_read():
             raise UsageError("; ".join(f"{i.path}: {i.problem}" for i in report.inputs[:5]))
         elif "-" not in (self.markdown, self.html):

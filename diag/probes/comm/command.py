@@ -1,0 +1,83 @@
+"""From the options of `pdtrain diag comm` to a job: checks everything before a rank is started."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from diag.commands.output import Output
+from diag.errors import UsageError
+from diag.probes.comm.ask import OPERATIONS, Ask, absolute, parse_size
+
+#: Seconds for all sweeps.
+BUDGET, QUICK_BUDGET = 30.0, 8.0
+
+
+def run(paths: tuple[str, ...], output: Output, given: dict[str, Any]) -> int:
+    """Show saved probes, be a rank of a job, or start one here. Raises UsageError for options that do not fit."""
+    if paths:
+        if given["nproc"] or given["mode"] or given["config"] or given["save"] or given["baseline"]:
+            raise UsageError("--nproc, --quick, --thorough, --config, --baseline and --save measure; leave out the "
+                             "PATHs")
+        from diag.probes.comm.report import saved
+
+        return saved(paths, output, _target("--png", given["png"], output))
+    ask = asked(given)
+    from diag.probes.comm.rank import Shown, job, run_rank
+
+    shown = Shown(output, _target("--save", given["save"], output), _target("--png", given["png"], output))
+    if given["png"]:
+        from diag.probes.comm.picture import need_matplotlib
+
+        need_matplotlib()
+    if job() is not None:
+        if given["nproc"]:
+            raise UsageError("--nproc starts a job and this process is a rank of one already; leave it out")
+        return run_rank(ask, shown) or 0
+    if not given["nproc"]:
+        raise UsageError("say among whom: --nproc N starts N ranks here, `torchrun ... --no-python pdtrain diag comm` "
+                         "measures between hosts, PROBE.json shows a saved probe")
+    if ask.config is not None:
+        from diag.probes.comm.groups import check_world
+
+        check_world(ask.config, ask.overrides, given["nproc"])
+    from diag.probes.comm.start import run_local
+
+    return run_local(ask, shown, given["nproc"])
+
+
+def asked(given: dict[str, Any]) -> Ask:
+    """The options as what every rank gets. Raises UsageError."""
+    operations = tuple(dict.fromkeys(given["operations"]))
+    unknown = [name for name in operations if name not in OPERATIONS]
+    if unknown:
+        raise UsageError(f"--op {unknown[0]!r} is not measured; use {', '.join(OPERATIONS)}")
+    low, high = parse_size(given["smallest"], "--min"), parse_size(given["largest"], "--max")
+    if low > high:
+        raise UsageError(f"--min {given['smallest']} is larger than --max {given['largest']}")
+    if given["baseline"] and not given["mode"]:
+        raise UsageError("--baseline compares links: add --quick or --thorough")
+    if given["config"] is None and (given["overrides"] or given["concurrent"]):
+        raise UsageError("--set and --concurrent belong to --config RUN.toml")
+    for name in ("baseline", "config"):
+        if given[name] and not Path(given[name]).is_file():
+            raise UsageError(f"--{name} {given[name]}: no such file")
+    budget = given["budget"] or (QUICK_BUDGET if given["mode"] == "quick" else BUDGET)
+    return Ask(operations=operations or OPERATIONS, chosen=bool(operations), min_bytes=low, max_bytes=high,
+               iterations=given["iterations"], budget=budget, timeout=given["timeout"], mode=given["mode"] or "",
+               extras=not (given["no_extras"] or given["mode"] == "quick"), config=absolute(given["config"]),
+               overrides=tuple(given["overrides"]), concurrent=given["concurrent"],
+               ranks_per_node=given["ranks_per_node"], baseline=absolute(given["baseline"]))
+
+
+def _target(option: str, name: str | None, output: Output) -> str | None:
+    """`name` as an absolute path that may be written, checked before the minutes of measuring."""
+    if name is None:
+        return None
+    path = Path(name).absolute()
+    if path.is_dir() or not path.parent.is_dir():
+        raise UsageError(f"{option} {name}: {'is a directory' if path.is_dir() else 'its directory does not exist'}")
+    if path.exists() and not output.force and os.environ.get("RANK", "0") == "0":
+        raise UsageError(f"{option} {name}: exists; choose another name, or overwrite it with --force")
+    return str(path)

@@ -1,0 +1,195 @@
+"""One rank of a probe: three threads, of which the main one waits for nobody without a bound.
+
+The measuring thread calls torch and may hang for ever in it; the control thread speaks to the store; the main thread
+ends the process, with the report if this rank is the one that prints it: rank 0, or the lowest that still answers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from diag.commands.output import Output
+from diag.errors import MissingExtra, PdtrainError, UsageError
+from diag.probes.comm.ask import Ask
+from diag.probes.comm.control import TICK, Control, Verdict, identity, speaker
+from diag.probes.comm.records import Probe
+from diag.probes.comm.work import Work
+
+#: Seconds that a rank waits for another to print the report, and that an interrupted one waits for a reason.
+FAREWELL = 10.0
+REASON = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Where the answer goes: the shared options, `--save` and `--png`."""
+
+    output: Output
+    save: str | None = None
+    png: str | None = None
+
+
+def job() -> tuple[int, int] | None:
+    """(rank, world size) when a launcher started this process, or None. Raises UsageError for half a job."""
+    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if not (rank.isdigit() and world.isdigit()):
+        return None
+    if not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT"):
+        raise UsageError("RANK and WORLD_SIZE are set, MASTER_ADDR and MASTER_PORT are not; start it with torchrun, "
+                         "or unset RANK")
+    return int(rank), int(world)
+
+
+def run_rank(ask: Ask, shown: Shown) -> int | None:
+    """Take part in the job of the environment; the exit status on the rank that printed the report, None on others.
+
+    Raises:
+        UsageError, MissingExtra: the job cannot be measured.
+    """
+    place = job()
+    if place is None or place[1] < 2:
+        raise UsageError("a probe needs at least two ranks: --nproc 2 starts them here, torchrun on several hosts")
+    rank, world = place
+    try:
+        import torch
+    except ImportError:
+        raise MissingExtra("pdtrain diag comm", "train", "torch") from None
+    cuda = torch.cuda.is_available()
+    device = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", "0"))) if cuda else ""
+    control = Control(lambda: _client(ask.timeout), rank, world, ask.timeout, identity(device=device))
+    work = Work(ask, control, rank, world, "cuda" if cuda else "cpu")
+    with _signals() as stopped:
+        control.start()
+        work.start()
+        _watch(work, control, stopped, rank)
+        if control.verdict is None and not control.store_error and not work.is_alive():
+            control.done = True
+            return _report(work.probe, shown) if rank == 0 else None
+        return _give_up(work, control, shown, rank, world)
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The stop signals received; whoever is stopped first says what is known."""
+    stopped: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = [signal.signal(number, lambda number, frame: stopped.append(number)) for number in numbers]
+    try:
+        yield stopped
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _watch(work: Work, control: Control, stopped: list[int], rank: int) -> None:
+    """Until everything is measured, or there is a verdict. Raises what is the user's to correct."""
+    progress = _Progress(rank)
+    since = 0.0
+    while work.is_alive() or work.error is not None:
+        work.join(TICK)
+        progress.show(control.label)
+        if control.verdict is not None or control.store_silent():
+            break
+        if isinstance(work.error, PdtrainError):  # the same on every rank: wrong usage, not a fault
+            raise work.error
+        if work.error is not None:
+            control.failure = control.failure or _one_line(work.error)
+            time.sleep(TICK)
+        if stopped:
+            since = since or time.monotonic()
+            if time.monotonic() - since > REASON:
+                control.decide(Verdict(kind="interrupted", text=signal.Signals(stopped[0]).name))
+    progress.clear()
+
+
+def _client(timeout: float) -> Any:
+    """An own connection to the job's store, so that no other thread's wait stands in the way."""
+    import torch.distributed as dist
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosts_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and os.environ.get("RANK") == "0"
+    store = dist.TCPStore(address, port, is_master=hosts_it, wait_for_workers=False, multi_tenant=hosts_it,
+                          timeout=timedelta(seconds=max(timeout, 60.0)))
+    return dist.PrefixStore("pdtrain-comm", store)
+
+
+def _give_up(work: Work, control: Control, shown: Shown, rank: int, world: int) -> int | None:
+    """The probe ends early: report what is known, or wait until somebody has. Does not come back from a hang."""
+    verdict = control.verdict
+    if verdict is None:
+        verdict = Verdict(kind="store", text=control.store_error or "no answer")
+    guilty = {item.rank for item in verdict.lost}
+    local = {other for other, item in control.identities.items() if item.node == control.me.node}
+    if verdict.kind == "store" or guilty >= local | {rank}:  # cut off: nobody else can be told, nobody else is heard
+        first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+        talks = first or rank == 0
+    else:
+        talks = rank == speaker(world, verdict.lost)
+    status: int | None = None
+    if talks:
+        probe = work.early(verdict, control.records() if verdict.kind != "store" else [])
+        status = _report(probe, shown)
+        control.say()
+        _end_stopped(verdict, control)
+    else:
+        end = time.monotonic() + FAREWELL
+        while not control.said and not control.store_error and time.monotonic() < end:
+            time.sleep(TICK / 5)
+        time.sleep(TICK)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if work.is_alive():  # it hangs in a collective: only the end of the process frees it
+        _leave(status)
+    return status
+
+
+def _end_stopped(verdict: Verdict, control: Control) -> None:
+    """End stopped ranks that `--nproc` started here: the launcher would wait half a minute for each."""
+    for item in verdict.lost:
+        known = control.identities.get(item.rank)
+        if "PDTRAIN_COMM_STATUS" in os.environ and known is not None and known.alive_as(control.me):
+            os.kill(known.pid, signal.SIGKILL)
+
+
+def _leave(status: int | None) -> None:
+    from pathlib import Path
+
+    name = os.environ.get("PDTRAIN_COMM_STATUS")
+    if name and status is not None:
+        Path(name).write_text(str(status), "ascii")
+    os._exit(1 if status is None else status)
+
+
+def _report(probe: Probe, shown: Shown) -> int:
+    from diag.probes.comm.report import emit_live
+
+    return emit_live(probe, shown)
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+
+
+class _Progress:
+    """What is measured now, on rank 0's terminal and nowhere else."""
+
+    def __init__(self, rank: int) -> None:
+        self.on = rank == 0 and sys.stderr.isatty()
+        self.last = ""
+
+    def show(self, label: str) -> None:
+        if self.on and label != self.last:
+            self.last = label
+            print(f"\r\033[Kmeasuring {label[:60]}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self.on and self.last:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
