@@ -6,6 +6,7 @@ folders of the others. Restoring such a mixture is allowed, said and recorded.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import time
@@ -20,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from diag.errors import UsageError
+from diag.errors import PdtrainError, UsageError
 from pdtrain.checkpoint import manifest as files
 from pdtrain.checkpoint.manifest import Manifest
 from pdtrain.checkpoint.state import row_state
@@ -50,10 +51,11 @@ class Checkpointer:
         self,
         root: Path,
         run: Run,
-        model: Transformer,
-        optimizer: torch.optim.Optimizer,
+        model: Transformer | None,
+        optimizer: torch.optim.Optimizer | None,
         rows: Iterable[str],
         data_fingerprint: str,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.root = root
         self.run = run
@@ -63,8 +65,17 @@ class Checkpointer:
         self.data_fingerprint = data_fingerprint
         self.problem = ""  # why the last save failed on this rank
         self.where: dict[str, str] = {}  # row -> folder that holds its newest save
+        self.group = group  # who saves together; None: every rank of the job
         self.world = dist.get_world_size() if dist.is_initialized() else 1
-        self.leader = not dist.is_initialized() or dist.get_rank() == 0
+        self.leader = not dist.is_initialized() or dist.get_rank(group) == 0
+
+    def row_state(self, row: str) -> dict[str, torch.Tensor]:
+        """What is saved of a row, and loaded into (`pdtrain.checkpoint.state.row_state`)."""
+        assert self.model is not None and self.optimizer is not None
+        return row_state(self.model, self.optimizer, row)
+
+    def after_restore(self) -> None:
+        """What is left to do when every row was loaded."""
 
     # -- saving ---------------------------------------------------------------------------------------------------
 
@@ -84,25 +95,30 @@ class Checkpointer:
         temporary, final = self.root / f"{name}.tmp", self.root / name
         if self.leader:
             shutil.rmtree(temporary, ignore_errors=True)
-        state = {key: value for row in chosen for key, value in row_state(self.model, self.optimizer, row).items()}
+        state = {key: value for row in chosen for key, value in self.row_state(row).items()}
         where = self.where | dict.fromkeys(chosen, name)
         problem = ""
         try:
             self._barrier()
-            dcp.save(state, checkpoint_id=temporary, no_dist=not dist.is_initialized())
+            dcp.save(state, checkpoint_id=temporary, process_group=self.group, no_dist=not dist.is_initialized())
             if self.leader:
                 files.commit(temporary, final, self._manifest(step, consumed, where))
-        except (CheckpointException, OSError) as error:
+        except (CheckpointException, OSError, PdtrainError) as error:
             problem = _first_line(error)
         self.problem = problem
         if self._any_failed(bool(problem)):
             if self.leader:
                 shutil.rmtree(temporary, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    (self.root / f"{files.LATEST}.tmp").unlink(missing_ok=True)
                 log.error("checkpoint at step %d was not written: %s", step, problem or "another rank failed")
             return False
         self.where = where
         if self.leader:
-            files.sweep(self.root, self.run.checkpoint.keep)
+            try:
+                files.sweep(self.root, self.run.checkpoint.keep)
+            except OSError as error:  # what was saved is safe; the room is needed at the next save, which says so
+                log.warning("older checkpoints could not be removed: %s", _first_line(error))
         return True
 
     def _manifest(self, step: int, consumed: int, where: dict[str, str]) -> Manifest:
@@ -146,11 +162,13 @@ class Checkpointer:
                 raise UsageError(f"{folder} does not hold the row {row!r}")
             by_folder.setdefault(manifest.rows[row], []).append(row)
         for name, rows in by_folder.items():
-            state = {key: value for row in rows for key, value in row_state(self.model, self.optimizer, row).items()}
+            state = {key: value for row in rows for key, value in self.row_state(row).items()}
+            where, alone = folder.parent / name, not dist.is_initialized()
             try:
-                dcp.load(state, checkpoint_id=folder.parent / name, no_dist=not dist.is_initialized())
+                dcp.load(state, checkpoint_id=where, process_group=self.group, no_dist=alone)
             except (CheckpointException, OSError, RuntimeError, EOFError) as error:
-                raise UsageError(self._cannot_load(folder.parent / name, folder, error)) from None
+                raise UsageError(self._cannot_load(where, folder, error)) from None
+        self.after_restore()
         if folder.parent == self.root:
             self.where = dict(manifest.rows)
         steps = {row: files.step_of(Path(name)) or 0 for row, name in manifest.rows.items()}
@@ -201,14 +219,14 @@ class Checkpointer:
     def _any_failed(self, failed: bool) -> bool:
         if not dist.is_initialized():
             return failed
-        device = next(self.model.parameters()).device
+        device = "cpu" if self.model is None else next(self.model.parameters()).device
         flag = torch.tensor(float(failed), device=device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
         return bool(flag.item())
 
     def _barrier(self) -> None:
         if dist.is_initialized():
-            dist.barrier()
+            dist.barrier(group=self.group)
 
 
 def _innermost(error: BaseException) -> BaseException:

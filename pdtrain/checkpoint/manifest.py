@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from diag.checkpoints.formats.pdtrain_run import manifest_checksum
-from diag.errors import UsageError
+from diag.errors import ArtefactError, UsageError
 
 FORMAT = "pdtrain.checkpoint/1"
 MANIFEST = "manifest.json"
@@ -105,17 +105,21 @@ def damaged_checkpoints(root: Path) -> list[tuple[Path, str]]:
 
 
 def commit(temporary: Path, final: Path, manifest: Manifest) -> None:
-    """Make a written checkpoint visible: manifest, rename, then `latest`. Each step is atomic and synced."""
+    """Make a written checkpoint visible: manifest, rename, then `latest`. Each step is atomic and synced.
+
+    Everything that needs room on the disk is written before the first rename: a full disk leaves all as it was.
+    Raises `OSError`, or `ArtefactError` when what was written is not there any more.
+    """
     manifest.files = file_digests(temporary)
     manifest.checksum = manifest_checksum(msgspec.to_builtins(manifest))
     _write_synced(temporary / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2))
+    pointer = final.parent / f"{LATEST}.tmp"
+    _write_synced(pointer, final.name.encode() + b"\n")
     replaced = final.with_name(final.name + ".replaced.tmp")
     if final.exists():  # an abandoned branch of an earlier run reached this step
         final.rename(replaced)
     temporary.rename(final)
     _sync_folder(final.parent)
-    pointer = final.parent / f"{LATEST}.tmp"
-    _write_synced(pointer, final.name.encode() + b"\n")
     pointer.rename(final.parent / LATEST)
     _sync_folder(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
@@ -125,20 +129,27 @@ def file_digests(folder: Path) -> dict[str, dict[str, str]]:
     """Digests of what DCP wrote, for `pdtrain diag ckpt verify`.
 
     A shard carries the CRC32 of every tensor; its "directory" digest covers those, and costs no reading of tensors. The
-    metadata, which carries none, is hashed whole.
+    metadata, which carries none, is hashed whole. Raises `ArtefactError` for a file that is missing or cut: a digest of
+    it would bless the damage.
     """
     from diag.checkpoints.canonical import Checkpoint
     from diag.checkpoints.files import Folder
     from diag.checkpoints.formats import dcp
-    from diag.checkpoints.verify.digests import directory_digest
+    from diag.checkpoints.verify.digests import UNREADABLE, directory_digest
 
     written = Checkpoint(Folder(folder), "pdtrain")
     if not (folder / dcp.METADATA).is_file():
-        return {}
+        raise ArtefactError(f"{folder / dcp.METADATA} is missing right after it was written")
     dcp.read_into(written, "", dcp.METADATA)
+    unread = next((p for p in written.problems if p.check == "metadata"), None)
+    if unread is not None:
+        raise ArtefactError(f"{folder}: {unread.text}")
     found = {dcp.METADATA: {"sha256": hashlib.sha256((folder / dcp.METADATA).read_bytes()).hexdigest()}}
     for name in sorted(written.expected - {dcp.METADATA}):
-        found[name] = {"directory": directory_digest(written, name) or ""}
+        digest = directory_digest(written, name)
+        if digest is None or digest == UNREADABLE:
+            raise ArtefactError(f"{folder / name} is missing, cut or damaged right after it was written")
+        found[name] = {"directory": digest}
     return found
 
 

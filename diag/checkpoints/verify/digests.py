@@ -20,11 +20,14 @@ from diag.errors import ArtefactError
 SMALL_BYTES = 8 << 20
 _SUM = re.compile(r"^(?P<hex>[0-9a-f]{32,128}) [ *](?P<name>.+)$")
 _SUMS = {"SHA256SUMS": "sha256", "SHA512SUMS": "sha512", "MD5SUMS": "md5"}
+#: The directory digest of a file whose archives are damaged.
+UNREADABLE = "unreadable"
 ALGORITHMS = ("sha256", "sha512", "sha1", "md5", "blake2b", "xxh3_128", "xxh128", "directory", "bytes")
 
 
 def collect(checkpoint: Checkpoint) -> None:
-    """Add what `integrity.json` (Megatron: {algorithm, files: {name: hex}}) and checksum lists promise."""
+    """Add what `integrity.json` (Megatron: {algorithm, files: {name: hex}}), checksum lists and the hub promise."""
+    _downloaded(checkpoint)
     folder = checkpoint.folder
     if folder.size("integrity.json") is not None:
         try:
@@ -44,6 +47,33 @@ def collect(checkpoint: Checkpoint) -> None:
                                    file=list_name)
             elif match is not None:
                 _promise(checkpoint, list_name, match["name"].removeprefix("./"), algorithm, match["hex"])
+
+
+#: Of huggingface_hub: a snapshot's files are links to blobs named by their SHA-256; `hf download --local-dir` notes
+#: commit, SHA-256 and time of each file (small files that Git itself keeps have a SHA-1 there, not of the bytes).
+_BLOB = re.compile(r"^(?:\.\./)+blobs/(?P<hex>[0-9a-f]{64})$")
+_NOTES = ".cache/huggingface/download"
+_SHA256 = re.compile(r"^[0-9a-f]{64}$")
+
+
+def _downloaded(checkpoint: Checkpoint) -> None:
+    """Add the SHA-256 that the model hub promised for the files of a download.
+
+    A file that was changed later than the note about it was changed on purpose, and the note is not held against it.
+    """
+    folder = checkpoint.folder
+    for name in sorted(checkpoint.files | checkpoint.expected):
+        path = folder.root / name
+        try:
+            link = _BLOB.match(path.readlink().as_posix()) if path.is_symlink() else None
+            if link is not None:
+                _promise(checkpoint, "the model hub's cache", name, "sha256", link["hex"])
+            elif folder.size(note := f"{_NOTES}/{name}.metadata") is not None:
+                lines = folder.bytes(note, 0, 4096).decode("utf-8", "replace").split("\n")
+                if len(lines) > 2 and _SHA256.match(lines[1].strip()) and path.stat().st_mtime <= float(lines[2]) + 1:
+                    _promise(checkpoint, note, name, "sha256", lines[1].strip())
+        except (OSError, ValueError, ArtefactError):
+            continue
 
 
 def seal(checkpoint: Checkpoint) -> int:
@@ -72,7 +102,7 @@ def _promise(checkpoint: Checkpoint, source: str, name: str, algorithm: str, val
 def digests(checkpoint: Checkpoint, options: Options, problems: list[Problem]) -> str:
     """Every promised digest is met. Digests of whole files are computed with --deep, those of directories always."""
     if not checkpoint.digests and not problems:
-        raise NotApplicable("no digests are promised (integrity.json, SHA256SUMS, manifest)")
+        raise NotApplicable("no digests are promised (integrity.json, SHA256SUMS, manifest, a hub's download)")
     told = {p.file for p in checkpoint.problems if p.check in ("files complete",)}
     reader = Reader(checkpoint.folder)
     skipped = 0
@@ -145,5 +175,5 @@ def directory_digest(checkpoint: Checkpoint, name: str) -> str | None:
             for member in zips.members(data, container.offset, container.length):
                 made.update(f"{member.name} {member.size} {member.crc:08x}\n".encode())
     except ArtefactError:
-        return "unreadable"
+        return UNREADABLE
     return str(made.hexdigest())

@@ -4,7 +4,6 @@ where PDTRAIN_PEERS_PYTHON names a Python that has them (they never are in this 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,16 +13,12 @@ from diag.checkpoints import open_checkpoint
 from diag.checkpoints.answer import verified
 from pdtrain.drill import content, layout  # noqa: F401 - they register their kinds
 from pdtrain.drill.corrupt import corrupt
+from tests.diag.checkpoints.peer import run_peer
 
 HERE = Path(__file__).parent / "peers"
 PEERS = os.environ.get("PDTRAIN_PEERS_PYTHON", "")
 needs_peers = pytest.mark.skipif(not PEERS, reason="PDTRAIN_PEERS_PYTHON names no Python with deepspeed, megatron-core")
 DEEPSPEED = [("0", ""), ("1", ""), ("2", ""), ("3", ""), ("1", "frozen"), ("3", "frozen"), ("1", "fp32"), ("2", "moe")]
-
-
-def run(python: str, *arguments: object) -> None:
-    done = subprocess.run([python, *map(str, arguments)], capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def silent(path: Path) -> None:
@@ -38,7 +33,7 @@ def silent(path: Path) -> None:
 @pytest.mark.parametrize("mode", ["fsdp", "tp", "both", "async", "hf"])
 def test_torch_with_real_ranks(mode: str, tmp_path: Path) -> None:
     path = tmp_path / "step-2"
-    run(sys.executable, HERE / "save_dcp.py", path, mode)
+    run_peer(sys.executable, HERE / "save_dcp.py", path, mode)
     if mode == "hf":
         path = path / "sharded" if (path / "sharded").is_dir() else path
     silent(path)
@@ -56,12 +51,12 @@ def test_torch_with_real_ranks(mode: str, tmp_path: Path) -> None:
 @needs_peers
 @pytest.mark.parametrize(("stage", "flavour"), DEEPSPEED)
 def test_deepspeed(stage: str, flavour: str, tmp_path: Path) -> None:
-    run(PEERS, HERE / "make_deepspeed.py", tmp_path / "run", stage, 2, flavour)
+    run_peer(PEERS, HERE / "make_deepspeed.py", tmp_path / "run", stage, 2, flavour)
     silent(tmp_path / "run")
     if flavour == "" and stage in "123":
         step = next((tmp_path / "run").glob("global_step*"))
-        run(PEERS, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", step, "--output_folder",
-            tmp_path / "uni" / "global_step2_universal", "--inject_missing_state")
+        run_peer(PEERS, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", step, "--output_folder",
+                 tmp_path / "uni" / "global_step2_universal", "--inject_missing_state")
         silent(tmp_path / "uni")
 
 
@@ -69,7 +64,7 @@ def test_deepspeed(stage: str, flavour: str, tmp_path: Path) -> None:
 @needs_peers
 @pytest.mark.parametrize(("world", "tp", "ep"), [(1, 1, 1), (2, 1, 2)])
 def test_megatron_core(world: int, tp: int, ep: int, tmp_path: Path) -> None:
-    run(PEERS, HERE / "make_megatron.py", tmp_path / "run" / "iter_0000010", world, tp, ep)
+    run_peer(PEERS, HERE / "make_megatron.py", tmp_path / "run" / "iter_0000010", world, tp, ep)
     silent(tmp_path / "run")
     copy, damage = corrupt(tmp_path / "run", "cloned-expert", tmp_path / "copy")
     assert any(f.numbers.get("tensor") == damage.tensor for f in verified(str(copy)).findings)

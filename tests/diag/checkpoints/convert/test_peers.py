@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import pytest
 
 from diag.checkpoints.convert.reshard import Options, Wish, reshard
 from tests.diag.checkpoints.convert.samples import mixtral, write_hf
+from tests.diag.checkpoints.peer import run_peer
 
 HERE = Path(__file__).parent
 PYTHON = os.environ.get("PDTRAIN_PEERS_PYTHON", "")
@@ -26,9 +26,7 @@ pytestmark = [
 
 
 def peer(script: Path, *arguments: object, port: int) -> None:
-    done = subprocess.run([PYTHON, str(script), *map(str, arguments)], capture_output=True, text=True, timeout=280,
-                          env=os.environ | {"PEER_PORT": str(port)})
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_peer(PYTHON, script, *arguments, seconds=280, PEER_PORT=str(port))
 
 
 @pytest.mark.parametrize("to, layout, stage, world", [
