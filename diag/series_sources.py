@@ -200,7 +200,8 @@ def _steps(points: Sequence[Progress]) -> tuple[list[int], bool]:
     """The step of each point over all epochs, and whether it is one: counters of batches go on across epochs."""
     unnumbered = sum(p.step < 0 for p in points) > 0.5 * len(points)
     loose = bool(points) and points[0].kind.startswith("loose")
-    if unnumbered or loose and len({p.step for p in points}) < 0.5 * len(points):  # an epoch on every line
+    ends = len(points) > 2 and all(p.total and p.step == p.total for p in points)  # a line at the end of each epoch
+    if unnumbered or ends or loose and len({p.step for p in points}) < 0.5 * len(points):  # an epoch on every line
         return list(range(1, len(points) + 1)), False
     found: list[int] = []
     offset, last = 0, None

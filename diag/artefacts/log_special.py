@@ -11,6 +11,8 @@ _N = r"[-+]?(?:nan|inf|\d{1,24}\.?\d{0,24}(?:[eE][-+]?\d{1,5})?)"
 _LLMC = re.compile(rf"^s:(\d{{1,15}}) (?:(trl|tel|eval):({_N}))?(?: ?lr:({_N}))?(?: norm:({_N}))?", re.I)
 _AT = re.compile(r"^\W{0,8}(?:train(?:ing)? )?loss at (?:step |iter(?:ation)? )?(\d{1,15})\W{1,8}"
                  rf"({_N})\s{{0,8}}$", re.I)
+#: "1200 | loss 3.1234 | lr 5.0e-04 | 210.51ms | mfu 12.00%" of llama2.c and its descendants.
+_LLAMA2C = re.compile(rf"^\s{{0,8}}(\d{{1,15}}) \| loss ({_N}) \| lr ({_N}) \|", re.I)
 _EVALUATION = re.compile(rf"\bstep (\d{{1,15}}): train loss ({_N}), val loss ({_N})")
 _AT_STEP = re.compile(rf"\b(?:eval|val(?:idation)?) loss at (?:step|iteration) (\d{{1,15}}): ({_N})", re.I)
 #: Lines that tell only how long a step took.
@@ -30,6 +32,8 @@ def parse_special(text: str, style: Style) -> Progress | None:
                      "took", style)
     if "loss" not in text and "Loss" not in text:
         return None
+    if " | loss " in text and (m := _LLAMA2C.match(text)):
+        return _made(text, int(m[1]), {"loss": float(m[2]), "lr": float(m[3])}, "step", style)
     if m := _AT.match(text):
         return _made(text, int(m[1]), {"loss": float(m[2])}, "at", style)
     if ", val loss" in text and (m := _EVALUATION.search(text)):

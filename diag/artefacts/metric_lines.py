@@ -196,8 +196,8 @@ def _whole_steps(steps: Floats | None, count: int) -> Ints:
 
 def _numbered(steps: Ints, total: int | None) -> tuple[Ints, bool]:
     """Steps over all epochs: a counter that falls from its end to its beginning has begun the next epoch."""
-    if (steps < 0).sum() > 0.5 * len(steps):
-        return np.arange(1, len(steps) + 1), False
+    if (steps < 0).sum() > 0.5 * len(steps) or total and len(steps) > 2 and (steps == total).all():
+        return np.arange(1, len(steps) + 1), False  # no counter, or only the ends of epochs
     if (steps >= 0).all() and (np.diff(steps) >= 0).all():
         return steps, True
     offset, last = 0, None

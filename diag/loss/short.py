@@ -16,12 +16,18 @@ from diag.loss.events import FEW, OPEN_POINTS, WARM_UP_POINTS, WARM_UP_STEPS, Ev
 from diag.loss.signals import LEAST_LOSS, SCRATCH_LOSS, Signal
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from diag.series import Column, Run
+
+    Floats = npt.NDArray[np.float64]
 
 #: Longer records have a course of their own (`diag.loss.events`).
 MOST_POINTS = 24
 #: The loss alone; in the first steps of a run; together with the gradient norm, and by so many nat.
 ALONE, EARLY, TOGETHER, NORM, HEIGHT = 10.0, 100.0, 2.0, 10.0, 1.5
+#: From a level of which nothing can be said, every point from there on.
+EXPLODED = 1000.0
 #: Back on course within this factor of the level; still up above this share of the height.
 BACK, UP = 1.2, 0.5
 #: A rise in the first steps of a run, from scratch and with warm-up of the learning rate and search of the loss scale,
@@ -39,7 +45,7 @@ def jump(run: Run, column: Column) -> Event | None:
     for i in range(1, n):
         before = values[max(0, i - FEW) : i]
         level, top = float(np.median(before)), float(values[:i].max())
-        if level < LEAST_LOSS or values[i] < TOGETHER * level:
+        if level < LEAST_LOSS and not _exploded(values[i:]) or values[i] < TOGETHER * level:
             continue
         alone = EARLY if i < 2 * WARM_UP_POINTS and _early(run, column, i) else ALONE
         led = values[i] >= 1.5 * top and values[i] - level >= HEIGHT and not _early(run, column, i) and \
@@ -47,6 +53,11 @@ def jump(run: Run, column: Column) -> Event | None:
         if led or values[i] >= alone * top and values[i] - level >= HEIGHT:
             return _event(values, i, level)
     return None
+
+
+def _exploded(after: Floats) -> bool:
+    """Whether a loss that was next to nothing has become what no rewards, penalties or small batches are."""
+    return len(after) > OPEN_POINTS and float(after.min()) > EXPLODED
 
 
 def _early(run: Run, column: Column, i: int) -> bool:

@@ -65,3 +65,32 @@ def test_a_bar_without_a_total(tmp_path: Path, only: str | None) -> None:
     path.write_text("".join(line.format(i=i, s=i + 15, loss=0.388 - i / 100) for i in range(9)))
     assert errors(path, only) == []
     assert find_progress(b"12it [00:03, 3.9it/s, size=7]\nresult [1, 3 it/s, loss=nan]\n", Style()) == []
+
+
+@pytest.mark.parametrize("only", [None, "loss"])
+def test_lines_at_the_end_of_each_epoch_are_points_of_one_run(tmp_path: Path, only: str | None) -> None:
+    path = tmp_path / "log.txt"
+    line = "Epoch {e}\n61878/61878 [==============================] - 5s - loss: {loss:.4f}     \n"
+    good = [1.2 * 0.95**e for e in range(15)]
+    path.write_text("".join(line.format(e=e, loss=loss) for e, loss in enumerate(good)))
+    assert errors(path, only) == []
+    path.write_text("".join(line.format(e=e, loss=loss) for e, loss in enumerate(good[:10] + [13.4] + [26.6] * 4)))
+    assert [cause for cause, _ in errors(path, only)] == ["loss_divergence"]
+
+
+def test_a_loss_next_to_nothing_that_becomes_thousands_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    for after, causes in ([25237.0, 75835.0, 28575.0, 134869.0, 437442.0], ["loss_divergence"]), \
+            ([0.9, 25.0, 0.1, 7.0, 0.2], []), ([25237.0, 0.2, 0.1, 0.3, 0.2], []):
+        losses = enumerate([0.21, 0.14, *after], 408)
+        path.write_text("".join(f"global step {i}: loss = {loss:.4f} (0.302 sec/step)\n" for i, loss in losses))
+        assert [cause for cause, _ in errors(path)] == causes
+
+
+def test_the_lines_of_llama2c(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    line = "{i} | loss {loss} | lr 5.000000e-04 | 206.12ms | mfu 1.68%\n"
+    path.write_text("".join(line.format(i=i, loss="3.1234" if i < 5 else "nan") for i in range(8)))
+    assert errors(path) == [("loss_nan", 5)]
+    path.write_text("".join(line.format(i=i, loss=3.1 - i / 50) for i in range(8)))
+    assert errors(path) == []
