@@ -194,6 +194,21 @@ _ROWS = (
     Cause("peer_unreachable", "a rank died, stopped or could not be reached while links were measured", "failed"),
     Cause("link_measured", "what a probe measured between the ranks of a job", "context"),
     Cause("straggler", "one rank is persistently slower than its peers (which phase, since when)", "degraded"),
+    Cause("pool_member_lost", "a rank of one pool died or stopped answering, and the other pool lost it", "failed"),
+    Cause("pool_imbalance", "one pool is idle while the other works: the ratio of their ranks does not fit the work",
+          "degraded"),
+    Cause("pool_weights_late", "the compute pool waits for weights because the update pool, or one rank of it, is slow",
+          "degraded"),
+    Cause("pool_gradients_late", "the update pool waits for gradients because a rank of the compute pool is slow",
+          "degraded"),
+    Cause("pool_communication", "the exchange between the pools takes more than 15 % of a step", "degraded"),
+    Cause("pool_queue_growth", "messages between the pools pile up: one side sends faster than the other takes",
+          "degraded"),
+    Cause("pool_payload_corrupt", "messages between the pools arrived damaged (checksum)", "degraded"),
+    Cause("pool_version_mismatch", "gradients or weights of another weight version or incarnation crossed the pools",
+          "degraded"),
+    Cause("pool_staleness", "gradients of weights older than the run allows", "degraded"),
+    Cause("pool_measured", "both pools of a separated run side by side, and whether separation pays", "context"),
     Cause("ckpt_incomplete", "a save was interrupted: commit mark, tracker or shards missing", "degraded"),
     Cause("ckpt_bad_values",
           "a checkpoint's files are whole and its content is not: NaN, zeroed moments, equal experts, mixed steps",
@@ -236,7 +251,8 @@ GENERAL = frozenset({
     "exception_unknown", "peer_exception", "code_error", "killed_unconfirmed", "segfault", "cuda_kernel_fault",
     "gpu_hw_fault", "dataloader_worker_killed", "loss_spike", "loss_divergence", "slow_node", "slow_data_io",
     "straggler", "throughput_decay", "periodic_stall", "all_to_all_slow", "moe_token_drop", "moe_expert_imbalance",
-    "ckpt_incomplete", "preempted",
+    "ckpt_incomplete", "preempted", "pool_member_lost", "pool_imbalance", "pool_weights_late", "pool_gradients_late",
+    "pool_communication", "pool_queue_growth", "pool_staleness",
 })
 
 
@@ -274,9 +290,21 @@ _SPECIFIC: dict[str, tuple[Link, ...]] = {
     "cuda_oom_fragmentation": _links("cuda_oom", "memory_fragmentation", "memory_rank_differs", "memory_pressure"),
     "moe_identical_experts": _links("moe_expert_imbalance"),
     "data_repeated": _links("moe_router_collapse", "moe_expert_imbalance", "loss_spike", "loss_resume_jump"),
-    "straggler": _links("slow_node", "throughput_decay", "all_to_all_slow"),
+    "straggler": _links("slow_node", "throughput_decay", "all_to_all_slow", "pool_gradients_late", "pool_imbalance"),
     "slow_node": _links("all_to_all_slow"),
     "slow_data_io": _links("straggler", "slow_node", "throughput_decay", "periodic_stall"),
+    "pool_member_lost": _links("exception_unknown", "peer_exception", "code_error", "pool_queue_growth",
+                               "pool_weights_late", "pool_gradients_late", "pool_imbalance", "pool_communication"),
+    "pool_weights_late": _links("pool_imbalance", "pool_queue_growth", "pool_staleness", "throughput_decay",
+                                "slow_node"),
+    "pool_gradients_late": _links("pool_imbalance", "throughput_decay", "slow_node"),
+    "pool_communication": _links("pool_imbalance", "pool_queue_growth", "pool_staleness", "throughput_decay",
+                                 "slow_node"),
+    "pool_payload_corrupt": _links("pool_communication", "pool_queue_growth", "exception_unknown", "peer_exception",
+                                   "pool_member_lost", "code_error"),
+    "pool_version_mismatch": _links("pool_staleness", "exception_unknown", "peer_exception", "pool_member_lost",
+                                    "code_error", "loss_spike", "loss_divergence"),
+    "pool_staleness": _links("loss_spike", "loss_divergence"),
     "grad_module_imbalance": _links("grad_explosion"),
     "loss_nan": _links("cuda_kernel_fault", "device_assert_vocab", "fp16_loss_scale_collapse", "exception_unknown",
                        "peer_exception", "code_error", "gpu_hw_fault"),
@@ -363,6 +391,8 @@ _SPECIFIC: dict[str, tuple[Link, ...]] = {
 }
 
 
+#: What takes a whole host, so that the ranks on it are lost to the other pool.
+_OF_HOSTS = frozenset({"host_oom", "node_failure"})
 #: Numbers that go wrong do not make a job run into its time limit.
 _NUMBERS = ("loss_spike", "loss_divergence", "loss_resume", "loss_oscillation", "loss_plateau", "grad_", "moe_",
             "learning_", "data_")
@@ -372,10 +402,14 @@ def _graph() -> dict[str, tuple[Link, ...]]:
     graph: dict[str, tuple[Link, ...]] = {}
     for slug, row in CAUSES.items():
         links = list(_SPECIFIC.get(slug, ()))
-        if tier(slug) > 1 and row.verdict in ("failed", "degraded"):
+        slow_pools = slug.startswith("pool_") and row.verdict == "degraded"  # costs time, and makes nobody hang
+        if tier(slug) > 1 and row.verdict in ("failed", "degraded") and not slow_pools:
             known = {link.cause for link in links}
             mute = {"teardown_hang"} | ({"scheduler_time_limit"} if slug.startswith(_NUMBERS) else set())
             links += [Link(cause) for cause in sorted(WAITING) if cause not in known and cause not in mute]
+        if row.verdict == "failed" and not slug.startswith("pool_"):  # the lost rank's own end says more than its peers
+            links.append(Link("pool_member_lost", "rank"))
+            links += [Link("pool_member_lost", "host")] if slug in _OF_HOSTS else []
         graph[slug] = tuple(links)
     for variant in ("cuda_oom", "cuda_oom_fragmentation", "cuda_oom_optimizer", "cuda_oom_shared_gpu"):
         graph[variant] += _links("exception_unknown", "peer_exception", "cuda_kernel_fault", "segfault", "code_error",

@@ -19,6 +19,7 @@ TABLE = {
     "loss": ("diag.commands.loss:loss", "Spikes, divergence, NaN: what kind, since when, what moved first."),
     "router": ("diag.commands.router:router", "Expert balance and router health of a run."),
     "steps": ("diag.commands.steps:steps", "Slow ranks, slow-downs, stalls, and where the time of a step goes."),
+    "pools": ("diag.commands.pools:pools", "Both pools of a separated run: balance, exchange, versions."),
     "watch": ("diag.commands.watch:watch", "Follow a run while it goes: a live screen, alarms, hooks."),
     "memory": ("diag.commands.memory:memory", "Where GPU memory went: peak, owners, fragmentation, leaks, ranks."),
     "comm": ("diag.commands.comm:comm", "Measure collectives and links; name a bad link, host or rank."),

@@ -1,0 +1,138 @@
+"""Who of the pools is slow among its like, and who went away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+
+from diag.artefacts.pool_records import Trouble
+from diag.artefacts.run_events import EventLog
+from diag.artefacts.step_times import StepTimes
+from diag.pools.gather import COMPUTE, SENDING, UPDATE, Job, Member, stamp
+from diag.report.model import rank_list
+from diag.schema import Evidence, Finding, Where
+from diag.steps.ranks import Job as RankJob
+from diag.steps.ranks import Slow, align, jobs, slow_ranks
+
+#: An update rank is slow when it needs this many times what its share of the state explains.
+UNEXPLAINED = 1.25
+#: Group of findings that come from the pools' own records, which name both sides.
+GROUP = "pools"
+LOST = ("pool_peer_lost", "pool_timeout")
+
+
+def slow_compute(job: Job, waiting: frozenset[str]) -> list[Slow]:
+    """The slow ranks of the compute pool, from what each does alone (`diag.steps.ranks`)."""
+    return [slow for found in jobs([m.log for m in job.pool(COMPUTE)], lambda log: waiting)
+            for slow in slow_ranks(found)]
+
+
+def slow_update(job: Job) -> list[Slow]:
+    """The slow ranks of the update pool: those whose step takes longer than their share of the state explains."""
+    members = job.measured(UPDATE)
+    if len(members) < 2:
+        return []
+    columns: dict[int, dict[str, StepTimes]] = {}
+    for member in members:
+        columns[member.rank] = {"update": member.pool.times["busy"]}
+        if SENDING in member.log.phases:
+            columns[member.rank][SENDING] = _negative(member.log.phases[SENDING])
+    logs: dict[int, EventLog] = {m.rank: m.log for m in members}
+    guide = {m.rank: {"step": m.pool.times["step"]} for m in members}
+    held = align(RankJob(logs, {}), columns, guide, guide)
+    shares = {m.rank: share_of_state(job, m) for m in members}
+    return [slow for slow in slow_ranks(held) if slow.ratio >= UNEXPLAINED * max(shares[slow.rank] or 1.0, 1.0)]
+
+
+def _negative(times: StepTimes) -> StepTimes:
+    return StepTimes(times.width, {number: [-seconds, steps] for number, (seconds, steps) in times.bins.items()})
+
+
+def share_of_state(job: Job, member: Member) -> float | None:
+    """State bytes of an update rank over the median of the others'; None where they are not known."""
+    others = [m.pool.state_bytes for m in job.pool(UPDATE) if m.rank != member.rank and m.pool.state_bytes]
+    return member.pool.state_bytes / median(others) if others and member.pool.state_bytes else None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One rank says of another that it is gone, or does not answer."""
+
+    member: Member
+    trouble: Trouble
+    peer: int
+
+
+def lost(job: Job) -> Iterator[Finding]:
+    """One finding that names the ranks which the others lost; who reports a loss was alive, and is not accused."""
+    reports = [Report(member, trouble, trouble.peer) for member in job.members.values()
+               for trouble in member.pool.trouble(*LOST) if trouble.peer is not None]
+    if not reports:
+        return
+    reports.sort(key=lambda report: report.trouble.time or 0.0)
+    alive = {report.member.rank for report in reports}
+    gone = sorted({report.peer for report in reports} - alive) or [reports[0].peer]
+    about = [report for report in reports if report.peer in gone]
+    first = about[0]
+    went_on = any(event.name == "finished" for member in job.members.values() for event in member.log.events)
+    silent = all(report.trouble.name == "pool_timeout" for report in about)
+    yield Finding(
+        cause="pool_member_lost", severity="warning" if went_on else "error",
+        confidence=0.85 if len(gone) == 1 else 0.6,
+        summary=_sentence(job, gone, about, silent=silent, went_on=went_on),
+        where=Where(ranks=gone, hosts=job.hosts(gone), group=GROUP, step=first.trouble.step,
+                    time=stamp(first.trouble.time)),
+        evidence=[_evidence(report) for report in about[:4]] + _last_words(job, gone),
+        numbers={"reports": [{"rank": r.member.rank, "lost": r.peer, "step": r.trouble.step,
+                              "reason": str(r.trouble.first.get("reason", ""))[:200]} for r in reports[:32]]},
+    )
+
+
+def _sentence(job: Job, gone: list[int], about: list[Report], *, silent: bool, went_on: bool) -> str:
+    reporters = sorted({report.member.rank for report in about})
+    waiting = about[0].trouble.first.get("waiting_for")
+    what = f" while waiting for {waiting[:120]}" if isinstance(waiting, str) else ""
+    does = "does not answer" if silent else "went away"
+    if len(gone) > 1:
+        does = "do not answer" if silent else "went away"
+    said = [rank for rank in gone if rank in job.members and job.members[rank].ended]
+    own = "" if said or silent else "; it left no word of its own: killed from outside, or by the kernel" \
+        if len(gone) == 1 else "; they left no word of their own"
+    end = " The run went on." if went_on else ""
+    return (f"{_who(job, gone)} {does}: rank{'s' if len(reporters) > 1 else ''} {rank_list(reporters)} noticed"
+            f"{what}{own}.{end}")
+
+
+def _who(job: Job, ranks: list[int]) -> str:
+    text = job.name(ranks)
+    return text[0].upper() + text[1:]
+
+
+def _evidence(report: Report) -> Evidence:
+    record = report.trouble.first
+    reason = record.get("reason")
+    text = f"{report.trouble.name}: peer {report.peer}" + (f", {reason}" if isinstance(reason, str) else "")
+    waiting = record.get("waiting_for")
+    text += f", waiting for {waiting}" if isinstance(waiting, str) else ""
+    return Evidence(path=report.member.log.path, line=report.trouble.line, text=text[:400], rank=report.member.rank,
+                    time=stamp(report.trouble.time))
+
+
+def _last_words(job: Job, gone: list[int]) -> list[Evidence]:
+    """What the lost ranks themselves said last."""
+    found = []
+    for rank in gone[:2]:
+        member = job.members.get(rank)
+        if member is None:
+            continue
+        events = [event for event in member.log.events if event.name in ("exception", "signal", "interrupted")]
+        for event in events[:1]:
+            text = f"{event.name}: {event.fields.get('type') or event.fields.get('signal') or ''} " \
+                   f"{event.fields.get('message') or ''}".strip()
+            found.append(Evidence(path=member.log.path, line=event.line, text=text[:400], rank=rank,
+                                  time=stamp(event.time)))
+        if not events and member.pool.last_line:
+            found.append(Evidence(path=member.log.path, line=member.pool.last_line, rank=rank,
+                                  text=f"the last record of rank {rank}: step {member.pool.last_step}"))
+    return found
