@@ -104,9 +104,8 @@ def parse_line(text: str, style: Style = Style()) -> Progress | None:  # noqa: B
     if _DICT.search(text):
         values = {_key(k): _float(v) for k, v in _PAIR.findall(text)[:MAX_VALUES]}
         step = next((values[k] for k in ("step", "global_step", "num_updates", "iteration") if k in values), None)
-        bar = "%|" in text or "/s, " in text  # its dictionary may be that of the other metrics
-        if not any("loss" in k or "grad" in k for k in values):
-            return _bar(text, style) if bar else None
+        if not any("loss" in k or "grad" in k for k in values):  # a bar may end with a dictionary of other metrics
+            return _bar(text, style) if "%|" in text or "/s, " in text else None
         kind = "summary" if "train_runtime" in values or any(k.startswith("eval") for k in values) else "dict"
         if step is None and (count := _COUNT.search(text)):
             return _made(text, style, int(count[1]), int(count[2]), values, kind)
