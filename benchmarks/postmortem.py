@@ -180,7 +180,8 @@ def run(options: argparse.Namespace, folder: Path) -> None:
         result["ours"].append(seconds)
         result["ours_mb"].append(memory)
         if have_rg:
-            seconds, memory, _ = timed(["rg", "--no-config", "-c", "-f", str(folder / "patterns.txt"), str(logs)])
+            seconds, memory, _ = timed(["rg", "--no-config", "--no-unicode", "-c", "-f",
+                                        str(folder / "patterns.txt"), str(logs)])
             result["rg"].append(seconds)
             result["rg_mb"].append(memory)
         result["small"].append(timed([*ours, str(small)])[0])
