@@ -11,6 +11,7 @@ from pathlib import Path
 from diag.artefacts import Artefact, Artefacts, Progress, Reader, ReadOptions, Source, Unreadable, recognise
 from diag.artefacts.log_facts import Log
 from diag.causes import CAUSES
+from diag.checkpoints.beside import beside, step_directories
 from diag.correlate import correlate
 from diag.detectors import Detector, NotChecked, detectors
 from diag.discover import discover
@@ -50,8 +51,10 @@ def diagnose(
     sources = discover(names, options=ReadOptions(signatures=signatures, series=numbers_only, columns=columns,
                                                  device_memory=device_memory, meanwhile=partial(detectors, only)))
     items, notes = read(sources, wanted, progress=progress)
+    steps = step_directories((source.path for source in sources), names) if only is None else []
     if not items:
-        raise UsageError(f"{', '.join(names[:5])}: {_nothing_to_use(notes)}")
+        advice = f"; its checkpoints: pdtrain diag ckpt verify {steps[0]}" if steps else ""
+        raise UsageError(f"{', '.join(names[:5])}: {_nothing_to_use(notes)}{advice}")
     judged, earlier = last_starts(items)
     notes = [*earlier, *notes]
     artefacts = Artefacts(judged)
@@ -60,8 +63,19 @@ def diagnose(
         inspect(artefacts)
     findings, not_checked, ran = detect(artefacts, detectors(only))
     findings = correlate(findings, artefacts) + list(_damage(items))
+    if steps:
+        findings, notes = _with_checkpoints(findings, steps, notes)
     return build_report(findings, inputs=[_input(item) for item in items], not_checked=[*not_checked, *notes],
                         checked=ran > 0)
+
+
+def _with_checkpoints(findings: list[Finding], steps: list[Path], notes: list[str]) -> tuple[list[Finding], list[str]]:
+    """What lies beside the logs: context of a failure; where nothing else is wrong, the one thing to know."""
+    found, unchecked = beside(steps)
+    if found and not any(finding.role == "root" for finding in findings):
+        found[0].role = "root"
+        return [*found, *findings], [*unchecked, *notes]
+    return [*findings, *found], [*unchecked, *notes]
 
 
 def read(

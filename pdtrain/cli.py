@@ -15,6 +15,7 @@ from pdtrain import __version__
 TABLE = {
     "train": ("pdtrain.commands.train:train", "Train a mixture-of-experts model with separated modules."),
     "plan": ("pdtrain.commands.plan:plan", "Whether it will fit and how fast it can be, before a device is rented."),
+    "sweep": ("pdtrain.commands.sweep:sweep", "Try layouts for real in short runs, and fit the plan to them."),
     "demo": ("pdtrain.commands.demo:demo", "Train a small model on two processes here, then diagnose the run."),
     "diag": ("diag.commands:diag", "What broke first, where, and what to do."),
     "drill": ("pdtrain.commands.drill:drill", "Break a copy of a checkpoint on purpose."),
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         usage = f"{context.command_path}: " if context else ""
-        status = _complain(f"{usage}{error.format_message()}", 2)
+        status = _complain(f"{usage}{' '.join(error.format_message().split())}", 2)
     except PdtrainError as error:
         status = _complain(str(error), error.exit_status)
     except BrokenPipeError:  # `pdtrain … | head`: the reader has seen enough

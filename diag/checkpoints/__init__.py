@@ -9,7 +9,10 @@
 
 from __future__ import annotations
 
-from diag.checkpoints.canonical import Checkpoint, Chunk, Container, Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the canonical form needs numpy: what only looks at names is imported without
+    from diag.checkpoints.canonical import Checkpoint, Chunk, Container, Tensor
 
 __all__ = ["Checkpoint", "Chunk", "Container", "Tensor", "open_checkpoint"]
 
@@ -22,3 +25,11 @@ def open_checkpoint(path: object, *, format: str | None = None) -> Checkpoint:
     from diag.checkpoints.formats import read
 
     return read(path, format=format)
+
+
+def __getattr__(name: str) -> object:
+    if name in ("Checkpoint", "Chunk", "Container", "Tensor"):
+        from diag.checkpoints import canonical
+
+        return getattr(canonical, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

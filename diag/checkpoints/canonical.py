@@ -186,6 +186,8 @@ class Checkpoint:
     digests: dict[str, tuple[str, str]] = field(default_factory=dict)
     #: checks that do not exist for this format: name -> why
     not_applicable: dict[str, str] = field(default_factory=dict)
+    #: fqn -> the weights in another type, where a format keeps them besides its masters: only `verify` looks at them
+    rounded: dict[str, Tensor] = field(default_factory=dict)
     #: files of the training state that lie in the folder and are not read
     unread: list[str] = field(default_factory=list)
 

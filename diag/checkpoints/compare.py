@@ -20,6 +20,7 @@ from diag.checkpoints.dtypes import to_float32
 from diag.checkpoints.naming import PREFIXES
 from diag.checkpoints.report import input_of
 from diag.checkpoints.verify.archives import Progress
+from diag.checkpoints.verify.outcome import some
 from diag.diagnose import build_report
 from diag.errors import ArtefactError
 from diag.schema import Finding, Report, Severity, Where
@@ -27,6 +28,8 @@ from diag.schema import Finding, Report, Severity, Where
 #: Elements compared at a time, of whole rows.
 BLOCK = 1 << 22
 MANY = 100
+#: Names of one kind that are told in lines of their own; of more there is one line.
+FEW = 6
 Key = tuple[str, str]
 
 
@@ -155,10 +158,13 @@ def _report(one: Checkpoint, two: Checkpoint, parts: Any, ours: dict[Key, Tensor
         add(f"{key[1]} is {list(a.shape)} in the first and {list(b.shape)} in the second", a, shapes=[list(a.shape),
                                                                                                    list(b.shape)])
     for keys, table, which in ((lost, ours, "first"), (new, theirs, "second")):
-        for key in keys[:MANY]:
-            add(f"{key[1]} ({key[0]}) is only in the {which}", table[key], only_in=which)
-        if len(keys) > MANY:
-            add(f"and {len(keys) - MANY:,} more are only in the {which}", table[keys[MANY]], only_in=which)
+        if len(keys) <= FEW:
+            for key in keys:
+                add(f"{key[1]} ({key[0]}) is only in the {which}", table[key], only_in=which)
+        else:
+            names = [f"{key[1]} ({key[0]})" if key[0] != "parameter" else key[1] for key in keys]
+            add(f"only in the {which}: {some(names, FEW)}", table[keys[0]], only_in=which,
+                tensors=[key[1] for key in keys[:MANY]], count=len(keys))
     for key, why in unread[:MANY]:
         add(f"{key[1]} could not be compared: {why}", ours[key], severity="warning")
     same = not (lost or new or shapes or unread) and not [d for _, d in changed if d.squares != 0.0]

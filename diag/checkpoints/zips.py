@@ -88,6 +88,18 @@ def members(data: memoryview, offset: int = 0, length: int | None = None) -> lis
     return found
 
 
+def root_name(head: bytes) -> str:
+    """The folder that the first member lies in, from the first bytes of an archive; "" when they do not tell.
+
+    torch.save to a path names it after the file, without the suffix; to a stream, "archive".
+    """
+    if len(head) < _LOCAL.size or head[:4] != b"PK\x03\x04":
+        return ""
+    length = _LOCAL.unpack_from(head)[-2]
+    folder, slash, _ = head[_LOCAL.size : _LOCAL.size + length].decode("utf-8", "backslashreplace").partition("/")
+    return folder if slash else ""
+
+
 def _directory(data: memoryview, offset: int, stop: int) -> tuple[int, int, int, int]:
     """(members, bytes of the directory, its place in the archive, where the end records begin in `data`)."""
     at = stop - _END.size

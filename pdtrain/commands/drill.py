@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import click
@@ -29,8 +30,9 @@ def corrupt(path: Path, name: str | None, out: Path | None) -> int:
     from pdtrain.drill import corrupt as drills
 
     if name is None:
-        for kind, function in sorted(drills.KINDS.items()):
-            click.echo(f"{kind:20} {(function.__doc__ or '').strip()}")
+        rows = click.HelpFormatter(width=min(shutil.get_terminal_size().columns, 120))
+        rows.write_dl([(kind, (function.__doc__ or "").strip()) for kind, function in sorted(drills.KINDS.items())])
+        click.echo(rows.getvalue(), nl=False)
         return 0
     where, damage = drills.corrupt(path, name, out)
     click.echo(str(where))

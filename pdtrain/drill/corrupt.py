@@ -283,8 +283,8 @@ def missing_shard(copy: Copy) -> Damage | None:
 
 @kind("swapped-shards")
 def swapped_shards(copy: Copy) -> Damage | None:
-    """Two shards of one kind lie under each other's names."""
-    names = copy.shards()
+    """Two shards of one kind lie under each other's names; of single states, the weights."""
+    names = sorted(copy.shards(), key=lambda name: "exp_avg" in name)
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(re.sub(r"\d+", "#", name), []).append(name)

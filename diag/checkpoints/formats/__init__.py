@@ -88,7 +88,8 @@ def read(path: object, *, format: str | None = None) -> Checkpoint:
 
         step = newest(place)
         if step is None:
-            raise ArtefactError(f"{path}: no checkpoint that is known here; known are {', '.join(READERS)}")
+            raise ArtefactError(f"{path}: no checkpoint that is known here; known are torch DCP, "
+                                "safetensors, DeepSpeed, Megatron, OLMo-core, this trainer's, and .pt files")
         return read(step)
     return _read(reader, place)
 

@@ -10,10 +10,12 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from diag.checkpoints.canonical import Checkpoint
-from diag.checkpoints.formats.pickled import add_tensor, add_tree, number, open_file
+from diag.checkpoints.canonical import Checkpoint, Tensor
+from diag.checkpoints.formats.pickled import add_tensor, add_tree, chunk_of, elements, number, open_file
+from diag.checkpoints.naming import annotate
 from diag.checkpoints.steps import step_of_name
 from diag.checkpoints.torch_pickle import TensorRef
+from diag.checkpoints.torch_zip import Archive
 from diag.errors import ArtefactError
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ def read(place: Place) -> Checkpoint:
                 checkpoint.meta.consumed = number(archive.value.get("global_samples"))
                 buffers |= set(archive.value.get("buffer_names") or ())
                 _shapes(checkpoint, archive.value.get("param_shapes"), kinds)
+                _rounded(checkpoint, archive)
     usual = {s for s in _STATES if sum(s in held for held in kinds.values()) * 2 > len(kinds)}
     for parameter in buffers & kinds.keys():
         for tensor in checkpoint.states_of(parameter).values():
@@ -85,6 +88,17 @@ def _common(checkpoint: Checkpoint, name: str) -> None:
     archive = open_file(checkpoint, name)
     if archive is not None:
         add_tree(checkpoint, archive, archive.value, "shared")
+
+
+def _rounded(checkpoint: Checkpoint, archive: Archive) -> None:
+    """The 16-bit weights that the converter copies with the model file: what they were rounded from is here."""
+    module = archive.value.get("module")
+    for name, ref in module.items() if isinstance(module, dict) else ():
+        if isinstance(ref, TensorRef) and elements(ref.shape):
+            chunk = chunk_of(checkpoint, archive, ref, name=str(name))
+            if chunk is not None:
+                tensor = annotate(Tensor(str(name), ref.dtype, ref.shape, [chunk]))
+                checkpoint.rounded.setdefault(tensor.fqn, tensor)
 
 
 def _shapes(checkpoint: Checkpoint, groups: object, kinds: dict[str, set[str]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,6 +21,8 @@ from diag.errors import ArtefactError
 SMALL_BYTES = 8 << 20
 _SUM = re.compile(r"^(?P<hex>[0-9a-f]{32,128}) [ *](?P<name>.+)$")
 _SUMS = {"SHA256SUMS": "sha256", "SHA512SUMS": "sha512", "MD5SUMS": "md5"}
+#: What `seal` writes first; where it was killed just then, the next one writes over it.
+SCRATCH = "integrity.json.tmp"
 #: The directory digest of a file whose archives are damaged.
 UNREADABLE = "unreadable"
 ALGORITHMS = ("sha256", "sha512", "sha1", "md5", "blake2b", "xxh3_128", "xxh128", "directory", "bytes")
@@ -86,9 +89,16 @@ def seal(checkpoint: Checkpoint) -> int:
     finally:
         reader.close()
     target = checkpoint.folder.root / "integrity.json"
-    scratch = target.with_name("integrity.json.tmp")
-    scratch.write_text(json.dumps({"algorithm": "sha256", "files": found}, indent=1) + "\n", "utf-8")
-    scratch.replace(target)
+    scratch = target.with_name(SCRATCH)
+    try:
+        with scratch.open("w", encoding="utf-8") as file:
+            file.write(json.dumps({"algorithm": "sha256", "files": found}, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(target)
+    except BaseException:  # a full disk, Ctrl-C
+        scratch.unlink(missing_ok=True)
+        raise
     return len(found)
 
 

@@ -27,21 +27,29 @@ class Outcome:
 
 @dataclass(slots=True)
 class Options:
-    """What the user asked for. `deep` reads every byte; `against` is a config to hold names and shapes to."""
+    """What the user asked for. `deep` reads every byte; `against` is a config to hold names and shapes to.
+
+    Without `bytes` no tensor is looked at at all.
+    """
 
     deep: bool = False
     against: str | None = None
     threads: int = 2
     finite: bool = True
     seed: int = 0
+    bytes: bool = True
 
 
 @dataclass(slots=True)
 class Check:
-    """`run(checkpoint, options)` yields problems and returns the note; readers' problems of the same name join it."""
+    """`run(checkpoint, options)` yields problems and returns the note; readers' problems of the same name join it.
+
+    `reads`: whether it looks at the bytes of tensors or whole files.
+    """
 
     name: str
     run: Callable[[Checkpoint, Options, list[Problem]], str]
+    reads: bool = False
 
 
 def perform(check: Check, checkpoint: Checkpoint, options: Options) -> Outcome:

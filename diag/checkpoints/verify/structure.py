@@ -8,9 +8,11 @@ from collections import defaultdict
 from diag.checkpoints.canonical import Checkpoint, Chunk, Problem, Tensor, boxes
 from diag.checkpoints.dtypes import DTYPES
 from diag.checkpoints.steps import is_leftover
+from diag.checkpoints.verify.digests import SCRATCH
 from diag.checkpoints.verify.outcome import NotApplicable, Options, plural, some
 from diag.errors import ArtefactError
 
+_PAYLOAD = (".distcp", ".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 #: Findings of one check beyond this number are counted in the last one.
 MANY = 200
 
@@ -35,6 +37,12 @@ def files(checkpoint: Checkpoint, _: Options, problems: list[Problem]) -> str:
             owners[chunk.file].append(tensor.name)
     told = {p.file for p in checkpoint.problems if p.check in ("files complete", "commit mark")}
     missing = [f for f in sorted(checkpoint.expected) if checkpoint.folder.size(f) is None and f not in told]
+    if len(missing) > 2 and not any(n.endswith(_PAYLOAD) and n not in missing for n in checkpoint.expected):
+        held = f", which holds {some(owners[missing[0]], 1)}" if owners[missing[0]] else ""
+        problems.append(Problem("files complete", f"none of the {len(missing):,} files with tensors is here, the first "
+                                f"being {missing[0]}{held}; only what describes them", missing[0],
+                                owners[missing[0]][0] if owners[missing[0]] else None, cause="ckpt_missing_shard"))
+        return plural(len(checkpoint.expected), "file")
     for name in missing[:MANY]:
         held = f"; it holds {some(owners[name])}" if owners[name] else ""
         problems.append(Problem("files complete", f"{name} is missing{held}", name,
@@ -48,7 +56,7 @@ def files(checkpoint: Checkpoint, _: Options, problems: list[Problem]) -> str:
 def leftovers(checkpoint: Checkpoint, _: Options, problems: list[Problem]) -> str:
     """Nothing that an interrupted save leaves behind lies among the files."""
     names = checkpoint.folder.names(_own(checkpoint)) if checkpoint.files or checkpoint.expected else []
-    told = {p.file for p in checkpoint.problems}
+    told = {p.file for p in checkpoint.problems} | {SCRATCH}
     for name in [n for n in names if is_leftover(n.rpartition("/")[2]) and n not in told][:MANY]:
         problems.append(Problem("no leftovers", f"{name} is what a save leaves when it is interrupted", name,
                                 cause="ckpt_incomplete", severity="warning"))

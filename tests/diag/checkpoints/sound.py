@@ -236,7 +236,8 @@ def universal(root: Path) -> Path:
         torch.save({"param": torch.rand(value.shape), "cat_dim": 0}, below / "exp_avg_sq.pt")
         torch.save(torch.tensor(100.0), below / "step.pt")
     torch.save({"global_steps": 100, "param_shapes": [OrderedDict((k, v.shape) for k, v in params.items())],
-                "buffer_names": []}, folder / "mp_rank_00_model_states.pt")
+                "buffer_names": [], "module": OrderedDict((k, v.bfloat16()) for k, v in params.items())},
+               folder / "mp_rank_00_model_states.pt")
     (root / "latest_universal").write_text("global_step100_universal")
     return root
 
