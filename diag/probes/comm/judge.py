@@ -21,7 +21,17 @@ HOW = {
 
 
 def judge(probe: Probe, path: str) -> Iterator[Finding | NotChecked]:
-    """Every finding and everything that could not be judged. `path` stands in the evidence."""
+    """Every finding and everything that could not be judged. `path` stands in the evidence.
+
+    All are states of the machines at the time of the probe: they never lead over what a run's own artefacts say.
+    """
+    for item in _judge(probe, path):
+        if isinstance(item, Finding):
+            item.role, item.numbers = "context", {"standing": True, **item.numbers}
+        yield item
+
+
+def _judge(probe: Probe, path: str) -> Iterator[Finding | NotChecked]:
     yield from _lost(probe, path)
     yield from _wrong(probe, path)
     yield from _floors(probe, path)
@@ -29,8 +39,7 @@ def judge(probe: Probe, path: str) -> Iterator[Finding | NotChecked]:
     for note in probe.notes:
         yield NotChecked(note)
     yield Finding(cause="link_measured", role="context", severity="info", confidence=1.0,
-                  summary=summary(probe),
-                  numbers={"standing": True})
+                  summary=summary(probe))
 
 
 def _lost(probe: Probe, path: str) -> Iterator[Finding]:

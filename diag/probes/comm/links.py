@@ -41,9 +41,13 @@ def locate(ask: Ask, control: Control, rank: int, people: list[Identity], backen
         timeout=timedelta(seconds=max(ask.timeout, 60.0))))
     names = host_names(people)
     places = [Place(index, names[index], item.local_rank) for index, item in enumerate(people)]
-    outcome = locate_links(store, rank, places, backend=backend, mode=ask.mode or "quick",
-                           timeout=max(1.0, ask.timeout / 4), baseline=baseline(ask.baseline),
-                           progress=lambda *words: control.enter(" ".join(["links", *map(str, words)])[:60]))
+    before = baseline(ask.baseline)
+    try:
+        outcome = locate_links(store, rank, places, backend=backend, mode=ask.mode or "quick",
+                               timeout=max(1.0, ask.timeout / 4), baseline=before,
+                               progress=lambda *words: control.enter(" ".join(["links", *map(str, words)])[:60]))
+    except UsageError as error:  # the conductor is gone: the heartbeats say who, and why
+        raise RuntimeError(str(error)) from None
     if outcome is None:
         return None
     return Located(links=list(outcome.links), rounds=outcome.rounds, findings=list(findings(outcome)),
