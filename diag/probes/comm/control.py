@@ -165,6 +165,13 @@ class Control(threading.Thread):
             self.store_error = self.store_error or str(error)
             self.verdict = self.verdict or verdict
 
+    def good_bye(self) -> None:
+        """All is measured: wait until the store knows that this rank may go, or does not answer."""
+        self.done = True
+        before, end = self._beats, time.monotonic() + self.timeout / 2
+        while self._beats < before + 2 and not self.store_error and time.monotonic() < end:
+            time.sleep(TICK / 5)
+
     def say(self) -> None:
         """The report is out: whoever waits for it may go."""
         try:
@@ -187,7 +194,7 @@ class Control(threading.Thread):
                     for item in seen.values():
                         item.since, item.moved = item.since + now - last, item.moved + now - last
                 last = now
-                if self.verdict is None and self._observes():
+                if self.verdict is None and not self.done and self._observes():
                     self._observe(seen, now)
                 time.sleep(TICK)
         except Exception as error:  # whatever the store's client raises means that the store is gone
@@ -213,10 +220,14 @@ class Control(threading.Thread):
         for rank in arrived or []:
             self.identities[rank] = msgspec.json.decode(self._store.get(f"who/{rank}"), type=Identity)
         present = [rank for rank in seen if seen[rank].raw or rank in (arrived or [])]
-        for rank, raw in zip(present, self._store.multi_get([f"beat/{rank}" for rank in present]), strict=True):
-            seen[rank].take(bytes(raw), now)
-        verdict = judge(seen, self.identities, self.rank, self.me, now=now, begun=self.begun, timeout=self.timeout)
-        if verdict is not None:
+        verdict = None
+        for _ in range(2):  # twice: who said good-bye after the first look and went has not died
+            for rank, raw in zip(present, self._store.multi_get([f"beat/{rank}" for rank in present]), strict=True):
+                seen[rank].take(bytes(raw), now)
+            verdict = judge(seen, self.identities, self.rank, self.me, now=now, begun=self.begun, timeout=self.timeout)
+            if verdict is None:
+                return
+        if verdict is not None and not self.done:
             self.decide(verdict)
 
 

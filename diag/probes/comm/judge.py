@@ -35,7 +35,9 @@ def _judge(probe: Probe, path: str) -> Iterator[Finding | NotChecked]:
     yield from _lost(probe, path)
     yield from _wrong(probe, path)
     yield from _floors(probe, path)
-    yield from probe.link_findings
+    known = {item.rank for item in probe.lost}
+    yield from (item for item in probe.link_findings  # a rank that the heartbeats miss too is named once
+                if item.cause != "peer_unreachable" or not item.where.ranks or not set(item.where.ranks) <= known)
     for note in probe.notes:
         yield NotChecked(note)
     yield Finding(cause="link_measured", role="context", severity="info", confidence=1.0,

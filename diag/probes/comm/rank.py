@@ -71,7 +71,7 @@ def run_rank(ask: Ask, shown: Shown) -> int | None:
         work.start()
         _watch(work, control, stopped, rank)
         if control.verdict is None and not control.store_error and not work.is_alive():
-            control.done = True
+            control.good_bye()
             return _report(work.probe, shown) if rank == 0 else None
         return _give_up(work, control, shown, rank, world)
 

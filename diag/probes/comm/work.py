@@ -87,6 +87,7 @@ class Work(threading.Thread):
                 self._extras(world, dist)
             enter("the end")
             dist.barrier()
+            self.control.done = True
         finally:
             self._finish(self.probe)
         with suppress(RuntimeError):
