@@ -1,0 +1,322 @@
+"""From measured flows to faults: bad sender, receiver, host or pair, slow uplink between groups, intermittent ones.
+
+A flow i -> j runs at about min(what i can send, what j can receive, what the link between them carries). So
+
+    send(i)     upper quartile over i's partners of the flows to each, relative to their round; one slow partner, or
+                one hiccup of a busy machine, does not lower it
+    receive(j)  the same of the flows into j
+    pair        slow when all its flows are below min(send(i), receive(j)): the end points do not explain it
+
+Rates are divided by the drift of their round (median of the flows between sound end points), and end points by the
+median of the sound ones. An end point is slow below 1 - max(HOST_MARGIN, 4 sigma), sigma the robust spread (1.4826
+MAD) of its sound peers. The thresholds are ours; benchmarks/link_simulation.py and link_trials.py show what they yield
+(docs/comm-localise.md). dlrover compares with 2 x the median in two rounds, which cannot see a link at 0.6.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from statistics import median
+from typing import Literal
+
+import msgspec
+
+Direction = Literal["send", "receive", "both"]
+Kind = Literal["host", "pair", "split", "all"]
+
+#: An end point is slow below this share of its peers, at least: 0.8 is to be found, 0.9 is what busy machines show.
+HOST_MARGIN = 0.12
+#: A pair is slow below this share of what its end points do elsewhere.
+PAIR_MARGIN = 0.15
+#: A single flow counts as slow (for intermittent faults) below this share of what its end points do.
+FLOW_MARGIN = 0.25
+#: Below this share of the baseline an end point, or the whole network, has become slower.
+BASELINE_MARGIN = 0.15
+SIGMAS = 4.0
+SIGMA_FLOOR = 0.01
+#: Chance, over all end points, that slow flows of a healthy job gather like this.
+INTERMITTENT_CHANCE = 1e-3
+#: Slow flows that any healthy job has: a hiccup of the host, a collision in the fabric.
+BACKGROUND = 0.02
+
+
+class Flow(msgspec.Struct, frozen=True):
+    """One direction of one pair in one round. `rate` in bytes/s; None with a `problem` in words."""
+
+    source: int
+    target: int
+    rate: float | None
+    round: int = 0
+    problem: str = ""
+
+
+class Fault(msgspec.Struct, kw_only=True):
+    """What is slow. `ends` are end points: one for "host", (source, target) for "pair", the smaller group for "split".
+
+    `ratio` is relative to `against`; 0 when no data passes. `slow` of `flows` measurements were slow.
+    """
+
+    kind: Kind
+    ends: list[int]
+    direction: Direction
+    ratio: float
+    slow: int
+    flows: int
+    partners: int = 0
+    intermittent: bool = False
+    against: Literal["peers", "baseline"] = "peers"
+    groups: list[list[int]] = []
+
+
+class Judgement(msgspec.Struct, kw_only=True):
+    """Rates of all end points relative to the sound ones (`reference`, bytes/s), faults, and what to look at again."""
+
+    reference: float | None = None
+    send: dict[int, float] = {}
+    receive: dict[int, float] = {}
+    sigma: float = SIGMA_FLOOR
+    faults: list[Fault] = []
+    suspects: list[int] = []
+    suspect_pairs: list[tuple[int, int]] = []
+
+
+def upper_quartile(values: Iterable[float]) -> float:
+    """The k-th largest with k = ceil(n / 4): the largest of up to four."""
+    ordered = sorted(values, reverse=True)
+    return ordered[math.ceil(len(ordered) / 4) - 1]
+
+
+def spread(values: list[float]) -> float:
+    """1.4826 times the median absolute deviation: the standard deviation of what is normal, blind to outliers."""
+    if len(values) < 3:
+        return 0.0
+    middle = median(values)
+    return 1.4826 * median(abs(value - middle) for value in values)
+
+
+def judge(n: int, flows: list[Flow], *, lost: Iterable[int] = (),
+          baseline: Mapping[tuple[int, int], float] | None = None) -> Judgement:
+    """The faults that `flows` between `n` end points show; `baseline` holds earlier rates (bytes/s) of (i, j)."""
+    gone = set(lost)
+    used = [flow for flow in flows if flow.source not in gone and flow.target not in gone]
+    if not any(flow.rate for flow in used):
+        return Judgement()
+    raw = [flow.rate or 0.0 for flow in used]
+    rates, reference = _relative(used, raw)
+    send, receive = _ends(used, rates)
+    sound = [ratio for side in (send, receive) for ratio in side.values() if ratio > 1 - HOST_MARGIN]
+    sigma = max(spread(sound), SIGMA_FLOOR)
+    limit = 1 - max(HOST_MARGIN, SIGMAS * sigma)
+    verdict = Judgement(reference=reference, send=send, receive=receive, sigma=sigma)
+    slow_ends = _host_faults(verdict, used, rates, limit)
+    expected = [min(send[f.source], receive[f.target]) for f in used]
+    left = _pair_faults(verdict, n, used, rates, expected, sigma)
+    _intermittent(verdict, n, left, slow_ends)
+    if baseline:
+        _against_baseline(verdict, used, raw, baseline)
+    return verdict
+
+
+def _relative(flows: list[Flow], raw: list[float]) -> tuple[list[float], float]:
+    """Rates relative to sound end points in the same round, and what 1.0 means in bytes/s."""
+    send, receive = _ends(flows, raw)
+    # more than half of the hosts may be slow (one of two switches): the upper quartile is still sound then
+    first = upper_quartile([*send.values(), *receive.values()])
+    good = 1 - HOST_MARGIN
+    by_round: dict[int, list[float]] = defaultdict(list)
+    for flow, rate in zip(flows, raw):
+        if send[flow.source] > good * first and receive[flow.target] > good * first:
+            by_round[flow.round].append(rate / first)
+    drift = {number: median(values) for number, values in by_round.items() if len(values) > 3}
+    rates = [rate / (first * (drift.get(flow.round) or 1.0)) for flow, rate in zip(flows, raw)]
+    send, receive = _ends(flows, rates)
+    ends = [*send.values(), *receive.values()]
+    top = upper_quartile(ends)
+    centre = median([value for value in ends if value > good * top])
+    return [rate / centre for rate in rates], first * centre
+
+
+def _ends(flows: list[Flow], rates: list[float]) -> tuple[dict[int, float], dict[int, float]]:
+    """What each end point sends and receives at: upper quartile over its partners of the median with each."""
+    met: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for flow, rate in zip(flows, rates):
+        met[flow.source, flow.target].append(rate)
+    out: dict[int, list[float]] = defaultdict(list)
+    into: dict[int, list[float]] = defaultdict(list)
+    for (source, target), values in met.items():
+        typical = median(values)
+        out[source].append(typical)
+        into[target].append(typical)
+    return ({end: upper_quartile(values) for end, values in out.items()},
+            {end: upper_quartile(values) for end, values in into.items()})
+
+
+def _host_faults(verdict: Judgement, flows: list[Flow], rates: list[float], limit: float) -> set[tuple[str, int]]:
+    """End points that are slow with every partner. Returns (side, end point) of all that look slow, told or not."""
+    partners: dict[tuple[str, int], set[int]] = defaultdict(set)
+    count: dict[tuple[str, int], int] = defaultdict(int)
+    slow: dict[tuple[str, int], int] = defaultdict(int)
+    for flow, rate in zip(flows, rates):
+        for key, other in ((("send", flow.source), flow.target), (("receive", flow.target), flow.source)):
+            partners[key].add(other)
+            count[key] += 1
+            slow[key] += rate < limit
+    looks = {(side, end) for side, ratios in (("send", verdict.send), ("receive", verdict.receive))
+             for end, ratio in ratios.items() if ratio < limit}
+    told = {key for key in looks if len(partners[key] - _worse(key, looks, verdict)) > 1}
+    ends = sorted({end for _, end in told})
+    for end in ends:
+        sides = [side for side in ("send", "receive") if (side, end) in told]
+        ratio = min(verdict.send[end] if side == "send" else verdict.receive[end] for side in sides)
+        verdict.faults.append(Fault(
+            kind="host", ends=[end], direction=_side("send" in sides, "receive" in sides), ratio=ratio,
+            slow=sum(slow[side, end] for side in sides), flows=sum(count[side, end] for side in sides),
+            partners=min(len(partners[side, end]) for side in sides)))
+    near = 1 - 0.75 * (1 - limit)  # a little above the limit: worth another look, not a fault
+    verdict.suspects = sorted(
+        {end for ratios in (verdict.send, verdict.receive) for end, ratio in ratios.items() if ratio < near},
+        key=lambda end: min(verdict.send.get(end, 1.0), verdict.receive.get(end, 1.0)))
+    for side, end in looks - told:  # one sound partner at most: the link between them is all that can be named
+        ratios = verdict.send if side == "send" else verdict.receive
+        ratios[end] = 1.0
+    return told
+
+
+def _worse(key: tuple[str, int], looks: set[tuple[str, int]], verdict: Judgement) -> set[int]:
+    """The partners of an end point that explain its slow flows, being slower themselves on the other side."""
+    side, end = key
+    mine, theirs = (verdict.send, verdict.receive) if side == "send" else (verdict.receive, verdict.send)
+    other = "receive" if side == "send" else "send"
+    return {p for s, p in looks if s == other and (theirs[p], p) < (mine[end], end)}
+
+
+def _side(sends: bool, receives: bool) -> Direction:
+    return "both" if sends and receives else "send" if sends else "receive"
+
+
+def _pair_faults(verdict: Judgement, n: int, flows: list[Flow], rates: list[float], expected: list[float],
+                 sigma: float) -> list[tuple[Flow, float]]:
+    """Pairs that their end points do not explain. Returns the flows that no fault explains, with rate / expected."""
+    shares: dict[tuple[int, int], list[float]] = defaultdict(list)
+    left: list[tuple[Flow, float]] = []
+    for flow, rate, most in zip(flows, rates, expected):
+        # an end point through which nothing passes explains everything
+        left.append((flow, rate / most if most > 0 else 1.0))
+        shares[flow.source, flow.target].append(left[-1][1])
+    noise = spread([share for _, share in left])
+    limit = 1 - max(PAIR_MARGIN, SIGMAS * noise)
+    needed = 2 if n <= 4 else 3
+    slow = {pair: values for pair, values in shares.items() if max(values) < limit}
+    split = _split(n, shares, slow)
+    if split:
+        groups, ratios = split
+        sides = {(pair[0] in groups[0]) for pair in slow}
+        verdict.faults.append(Fault(
+            kind="split", ends=groups[0], groups=groups, ratio=median(ratios), slow=len(ratios), flows=len(ratios),
+            direction=_side(True in sides, False in sides)))
+        return [(flow, share) for flow, share in left if (flow.source, flow.target) not in slow]
+    verdict.suspect_pairs = sorted((pair for pair in slow if max(slow[pair]) > 0 or len(slow[pair]) < needed),
+                                   key=lambda pair: max(slow[pair]))
+    told = {pair for pair, values in slow.items() if len(values) >= needed}
+    for a, b in sorted(told):
+        if (b, a) in told and b < a:
+            continue
+        both = (b, a) in told
+        values = shares[a, b] + (shares[b, a] if both else [])
+        verdict.faults.append(Fault(kind="pair", ends=[a, b], direction="both" if both else "send", ratio=max(values),
+                                    slow=len(values), flows=len(values), partners=1))
+    return [(flow, share) for flow, share in left if (flow.source, flow.target) not in told]
+
+
+def _split(n: int, shares: Mapping[tuple[int, int], list[float]],
+           slow: Mapping[tuple[int, int], list[float]]) -> tuple[list[list[int]], list[float]] | None:
+    """Two or more groups that are fast within and slow between: (groups, smallest first; rates of the slow flows)."""
+    if len(slow) < max(4, n // 2):
+        return None
+    parent = list(range(n))
+
+    def root(end: int) -> int:
+        while parent[end] != end:
+            parent[end] = parent[parent[end]]
+            end = parent[end]
+        return end
+
+    for a, b in shares:
+        if (a, b) not in slow and (b, a) not in slow:
+            parent[root(a)] = root(b)
+    groups: dict[int, list[int]] = defaultdict(list)
+    for end in sorted({end for pair in shares for end in pair}):
+        groups[root(end)].append(end)
+    if len(groups) != 2 or min(map(len, groups.values())) < 2:
+        return None
+    if any(root(a) == root(b) for a, b in slow):
+        return None
+    return sorted(groups.values(), key=len), [value for values in slow.values() for value in values]
+
+
+def _intermittent(verdict: Judgement, n: int, left: list[tuple[Flow, float]], slow_ends: set[tuple[str, int]]) -> None:
+    """End points and pairs whose slow flows gather beyond chance, though they are fast at other times."""
+    flows = list(left)
+    while True:
+        total, slow_total = len(flows), sum(share < 1 - FLOW_MARGIN for _, share in flows)
+        tally: dict[tuple[str, int], list[float]] = defaultdict(list)
+        bad_partners: dict[tuple[str, int], set[int]] = defaultdict(set)
+        for flow, share in flows:
+            for key, other in ((("send", flow.source), flow.target), (("receive", flow.target), flow.source)):
+                tally[key].append(share)
+                if share < 1 - FLOW_MARGIN:
+                    bad_partners[key].add(other)
+        best: tuple[float, tuple[str, int]] | None = None
+        for key, values in tally.items():
+            slow = sum(share < 1 - FLOW_MARGIN for share in values)
+            if key in slow_ends or len(bad_partners[key]) < 2:  # with one partner alone it is the link's
+                continue
+            if key[1] not in verdict.suspects:
+                verdict.suspects.append(key[1])
+            elsewhere = (slow_total - slow + 1) / (total - len(values) + 20)
+            chance = binomial_tail(len(values), slow, max(elsewhere, BACKGROUND)) * 2 * n
+            if slow > 2 and chance < INTERMITTENT_CHANCE and (best is None or chance < best[0]):
+                best = chance, key
+        if best is None:
+            return
+        side, end = best[1]
+        values = tally[side, end]
+        bad = [share for share in values if share < 1 - FLOW_MARGIN]
+        verdict.faults.append(Fault(
+            kind="host", ends=[end], direction="send" if side == "send" else "receive", ratio=median(bad),
+            slow=len(bad), flows=len(values), intermittent=True,
+            partners=len({f.target if side == "send" else f.source for f, _ in flows
+                          if (f.source if side == "send" else f.target) == end})))
+        flows = [(f, share) for f, share in flows if (f.source if side == "send" else f.target) != end]
+
+
+def binomial_tail(n: int, k: int, p: float) -> float:
+    """P(X >= k) of a binomial(n, p)."""
+    return sum(math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(k, n + 1))
+
+
+def _against_baseline(verdict: Judgement, flows: list[Flow], raw: list[float],
+                      baseline: Mapping[tuple[int, int], float]) -> None:
+    """End points, or all of them, that were faster when the baseline was taken."""
+    earlier = [Flow(a, b, rate) for (a, b), rate in baseline.items() if rate > 0]
+    if not earlier:
+        return
+    now, then = _ends(flows, raw), _ends(earlier, [flow.rate or 0.0 for flow in earlier])
+    ratios = [{end: side[end] / before[end] for end in side if before.get(end)} for side, before in zip(now, then)]
+    every = [ratio for side in ratios for ratio in side.values()]
+    if not every:
+        return
+    common = upper_quartile(every)
+    if common < 1 - BASELINE_MARGIN:
+        verdict.faults.append(Fault(kind="all", ends=[], direction="both", ratio=common, slow=len(every),
+                                    flows=len(every), against="baseline"))
+    limit = min(1.0, common) * (1 - max(BASELINE_MARGIN, SIGMAS * spread(every)))
+    known = {(fault.ends[0], fault.direction) for fault in verdict.faults if fault.kind == "host"}
+    sides: tuple[Direction, Direction] = ("send", "receive")
+    for side, found in zip(sides, ratios):
+        for end, ratio in found.items():
+            if ratio < limit and not {(end, side), (end, "both")} & known:
+                verdict.faults.append(Fault(kind="host", ends=[end], direction=side, ratio=ratio, slow=1, flows=1,
+                                            against="baseline"))
