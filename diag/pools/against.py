@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from statistics import median
-
-import numpy as np
 
 from diag.artefacts import Artefacts
 from diag.artefacts.metrics import MetricsLog
 from diag.artefacts.run_config import RunConfig
 from diag.pools.gather import Job
 from diag.schema import Finding, Where
-from diag.series import Run, runs
 
 #: Step times nearer than this are the same: runs on shared machines differ by as much by chance.
 SAME = 0.03
@@ -62,13 +60,14 @@ class Verdict:
         return f"Separation {'pays' if self.pays else 'does not pay'} here: {both}{cost}."
 
 
-def steps_of(run: Run) -> float | None:
-    """Seconds of a usual step over the last half of a run."""
-    column = run.get("step_seconds")
-    if column is None:
-        return None
-    values = column.values[np.isfinite(column.values) & (column.values > 0)]
-    return float(median(values[len(values) // 2 :].tolist())) if len(values) >= LEAST_POINTS else None
+def steps_of(log: MetricsLog) -> float | None:
+    """Seconds of a usual step over the last half of a run.
+
+    Not by `diag.series.runs`, which takes runs with the same losses for one: a separated run has those of the other.
+    """
+    column = log.series.get("step_seconds")
+    values = [value for value in column.values if math.isfinite(value) and value > 0] if column is not None else []
+    return float(median(values[len(values) // 2 :])) if len(values) >= LEAST_POINTS else None
 
 
 def against(job: Job, artefacts: Artefacts) -> list[Verdict]:
@@ -77,12 +76,11 @@ def against(job: Job, artefacts: Artefacts) -> list[Verdict]:
     if ours is None or job.config is None:
         return []
     found = []
-    for run in runs(artefacts):
-        log = next((item for item in run.artefacts if isinstance(item, MetricsLog)), None)
-        config = artefacts.beside(log, RunConfig) if log is not None else None
-        if log is None or config is None or log.directory == job.directory or not _alike(job.config, config):
+    for log in artefacts.of(MetricsLog):
+        config = artefacts.beside(log, RunConfig)
+        if config is None or log.directory == job.directory or not _alike(job.config, config):
             continue
-        seconds, ranks = steps_of(run), config.number("parallel.ranks")
+        seconds, ranks = steps_of(log), config.number("parallel.ranks")
         if seconds is not None and ranks is not None and ranks >= 1:
             found.append(Verdict(ours, job.size("compute") + job.size("update"),
                                  Other(log.directory, int(ranks), seconds)))

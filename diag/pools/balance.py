@@ -9,7 +9,7 @@ from typing import Any
 from diag.pools.gather import COMPUTE, UPDATE, Job, Member
 from diag.pools.legal import Limits, command
 from diag.pools.members import GROUP, share_of_state
-from diag.pools.ratio import BALANCED_POINTS, WORTH, Choice, Split, choose, unseparated
+from diag.pools.ratio import BALANCED_POINTS, WORTH, Choice, Split, choose, predicted, splits, unseparated
 from diag.report.model import rank_list
 from diag.schema import Evidence, Finding, Where
 from diag.steps.ranks import EVERYTHING, Slow
@@ -137,6 +137,9 @@ def _advice(job: Job, choice: Choice) -> list[str]:
         steps.append(f"Change the split from {now.text} to {best.text}: "
                      f"{command(limits, job.directory, best.compute, best.update)}")
     if now.points > 0:
+        if not choice.balances and (fewer := fewest_update(now)) < now.update and limits.split(now.compute, fewer):
+            steps.append(f"{fewer} update rank{'s are' if fewer > 1 else ' is'} enough, {now.update - fewer} can go: "
+                         f"{command(limits, job.directory, now.compute, fewer)}")
         steps.append("Give the idle update pool other work (checkpoints, data preparation), or add compute ranks: one "
                      f"update rank keeps up with {now.work_ratio:.2g} of them.")
         estimate = unseparated(now, limits.compute)
@@ -150,10 +153,14 @@ def _advice(job: Job, choice: Choice) -> list[str]:
     return steps
 
 
+def fewest_update(now: Split) -> int:
+    """The fewest update ranks with which the step is not predicted to get longer."""
+    return next((update for update in range(1, now.update)
+                 if predicted(now, now.compute, update).step_seconds <= now.step_seconds * (1 + WORTH)), now.update)
+
+
 def table(job: Job, choice: Choice) -> list[dict[str, Any]]:
     """The splits around the present one and the best, as rows: busy in per cent, seconds of a step."""
-    from diag.pools.ratio import splits
-
     legal = Limits.of(job.config).split
     found = list(splits(choice.now, legal))
     marks = (choice.now.update, choice.best.update, choice.fastest.update)

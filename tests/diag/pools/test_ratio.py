@@ -1,0 +1,67 @@
+"""The arithmetic of splits: by hand where it can be done by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from diag.pools.legal import Limits, command
+from diag.pools.ratio import Split, choose, predicted, unseparated
+
+
+def anything(compute: int, update: int) -> bool:
+    return True
+
+
+def test_pools_that_take_turns_add_up() -> None:
+    """8 + 4 with 200 and 80 ms (DOMAIN: the update pool idles 60 % beside the other): the work is 1.6 and 0.32 s."""
+    now = Split(8, 4, 0.200, 0.080, 0.280)
+    assert now.points == pytest.approx(100 * (200 - 80) / 280) and now.work_ratio == pytest.approx(5.0)
+    choice = choose(now, anything)
+    assert choice.balances and choice.best.text == "10 + 2" and choice.best.points == pytest.approx(0.0)
+    assert choice.best.compute_seconds == choice.best.update_seconds == pytest.approx(0.16)
+    assert choice.best.step_seconds == pytest.approx(0.32) and choice.gain < 0  # balance costs time in turns
+
+
+def test_pools_that_overlap_are_as_long_as_the_longer() -> None:
+    now = Split(4, 4, 0.4, 0.12, 0.4)
+    other = predicted(now, 6, 2)
+    assert other.step_seconds == pytest.approx(max(0.4 * 4 / 6, 0.12 * 4 / 2))
+    choice = choose(now, anything)
+    assert choice.balances and choice.best.update == 2 and choice.gain > 0.3
+
+
+def test_a_wait_that_neither_explains_stays() -> None:
+    assert predicted(Split(2, 2, 0.1, 0.1, 0.25), 3, 1).step_seconds == pytest.approx(0.1 * 2 / 3 + 0.2 + 0.05)
+
+
+def test_what_is_measured_is_not_predicted() -> None:
+    now = Split(3, 1, 0.3, 0.28, 0.33)
+    choice = choose(now, anything)
+    assert not choice.changes and choice.best is now and choice.balances
+
+
+def test_no_split_balances_a_small_update() -> None:
+    choice = choose(Split(2, 1, 0.30, 0.02, 0.33), anything)
+    assert not choice.balances and choice.now.work_ratio == pytest.approx(30.0)
+
+
+def test_layout_and_batch_limit_the_splits() -> None:
+    limits = Limits(tensor=2, expert=2, batch=48, micro_batch=4)
+    legal = [(n, 8 - n) for n in range(1, 8) if limits.split(n, 8 - n)]
+    assert legal == [(4, 4), (6, 2)]
+    assert [n for n in range(1, 9) if Limits(batch=48, micro_batch=4).compute(n)] == [1, 2, 3, 4, 6, 8]
+    assert Limits(batch=12, micro_batch=4).micro(4) == 3
+    assert "train.micro_batch=3" in command(Limits(batch=12, micro_batch=4), "run", 4, 1)
+    assert not Limits().split(1, 2)  # an update rank with nobody to serve
+
+
+def test_the_estimate_without_pools_is_the_work_over_all_ranks() -> None:
+    found = unseparated(Split(2, 1, 0.3, 0.06, 0.4))
+    assert found == (3, pytest.approx(0.22))
+    assert unseparated(Split(2, 1, 0.3, 0.06, 0.4), lambda n: n % 2 == 0) == (2, pytest.approx(0.33))
+    assert unseparated(Split(2, 1, 0.3, 0.06, 0.4), lambda n: False) is None
+
+
+def test_nothing_measured_divides_by_nothing() -> None:
+    nothing = Split(1, 1, 0.0, 0.0, 0.0)
+    assert nothing.points == 0.0 and choose(nothing, anything).gain == 0.0
