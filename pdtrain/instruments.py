@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 
 from pdtrain.checkpoint import Restored
 from pdtrain.config import Resolved
+from pdtrain.data.store import DocumentSpan
 from pdtrain.measure import all_to_all_bytes, expected_all_to_all_bytes, router_statistics, routing_by_layer
 from pdtrain.model.transformer import Transformer
 from pdtrain.parallel.meshes import Meshes
@@ -23,6 +26,12 @@ from pdtrain.recorder.progress import Progress
 from pdtrain.recorder.routing import router_values
 from pdtrain.spikes import Spike
 from pdtrain.step import StepResult
+
+#: Share of a step that measuring the modules may cost; a step that is long enough is measured each time, so that a
+#: rank that becomes slow is known after few steps.
+MEASURING_SHARE = 0.005
+#: Documents of a suspect batch that are named.
+NAMED_DOCUMENTS = 64
 
 
 class Instruments:
@@ -53,6 +62,8 @@ class Instruments:
             recorder.listeners.append(self.progress.update)
             recorder.closers.append(self.progress.close)  # before a traceback is printed
         recorder.watch(model, _watched(model), every=self.run.recorder.module_times_every)
+        self.documents: Callable[[int, int], list[list[DocumentSpan]]] | None = None
+        """The documents of training sequences, to name those of a suspect batch."""
         self._aside: dict[str, float] = {}  # seconds since the interval began that were not training
         self._since = (0, time.perf_counter())  # step and time of the last interval's end
 
@@ -132,8 +143,12 @@ class Instruments:
             | {
                 "memory_bytes": (float(peak_memory_bytes(self.place.device)), "max"),
                 "all_to_all_bytes": (sent / steps, "mean"),
+                "measuring": (self.recorder.measuring_seconds / wall, "max"),
             }
         )
+        if measuring := reduced.pop("measuring"):  # the same on all ranks, and so is what follows from it
+            self.recorder.measure_every(min(self.run.recorder.module_times_every,
+                                            math.ceil(measuring / MEASURING_SHARE)))
         tokens_per_second = self.resolved.tokens_per_step / wall
         values: dict[str, Any] = reduced | {f"{name}_seconds": seconds for name, seconds in aside.items()}
         values["tokens_per_second"] = tokens_per_second
@@ -166,11 +181,23 @@ class Instruments:
         self.recorder.event("checkpoint_saved" if saved else "checkpoint_failed", step=step)
 
     def spike(self, step: int, spike: Spike, consumed: int | None = None) -> None:
-        """Record a suspect step, what is done about it, and its first sequence (`consumed`); rank 0 only."""
+        """Record a suspect step, what is done about it, its sequences and their documents; rank 0 only.
+
+        `consumed`: the first sequence of the step, where it is known not to be that of a run without detours.
+        """
         if not self.place.leader:
             return
-        first = {} if consumed is None else {"sequences": [consumed, consumed + self.resolved.train_batch - 1]}
-        self.recorder.event("spike", step=step, **spike.fields(), **first)
+        count = self.resolved.train_batch
+        if consumed is None and self.documents is not None:
+            consumed = (step - 1) * count
+        batch: dict[str, Any] = {}
+        if consumed is not None:
+            batch["sequences"] = [consumed, consumed + count - 1]
+        if consumed is not None and self.documents is not None:
+            spans = (span for sequence in self.documents(consumed, count) for span in sequence)
+            names = (f"{span.name}:{span.record}" if span.record else span.name for span in spans)
+            batch["documents"] = list(islice(dict.fromkeys(names), NAMED_DOCUMENTS))
+        self.recorder.event("spike", step=step, **spike.fields(), **batch)
         done = {"warn": "", "skip": ": the update was dropped", "rewind": ": going back to the last checkpoint"}
         self.note(f"step {step}: {spike.verdict.words()}{done[spike.action]}")
 

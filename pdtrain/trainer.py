@@ -84,6 +84,8 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
     ) as recorder:
         instruments = Instruments(resolved, model, list(rows), recorder, meshes, place)
         instruments.announce(layout.text(), data.description, start, removed, aside)
+        if start.consumed == start.step * resolved.train_batch:  # else a step does not tell its sequences
+            instruments.documents = data.documents
         on_spike, guard = run.train.on_spike, None
         if on_spike != "warn":
             guard = SpikeGuard(on_spike, run.train.on_spike_max, meshes)

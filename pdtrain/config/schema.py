@@ -217,7 +217,8 @@ class Recorder(Section, frozen=True):
     tensorboard: Annotated[bool, Meta(description="write TensorBoard files")] = True
     wandb: Annotated[bool, Meta(description="also log to W&B where it is installed")] = False
     router_every: Annotated[PositiveInt, Meta(description="steps between per-expert counts in metrics.jsonl")] = 1
-    module_times_every: Annotated[PositiveInt, Meta(description="steps between measurements of time/<module>")] = 5
+    module_times_every: Annotated[PositiveInt, Meta(
+        description="most steps from one measurement of time/<module> to the next; fewer where steps are long")] = 5
     spans: Annotated[bool, Meta(description="write per-rank event spans")] = True
     flight_recorder_entries: Annotated[NonNegativeInt, Meta(description="collectives kept for a dump; 0: off")] = 2000
     memory_history_entries: Annotated[NonNegativeInt, Meta(

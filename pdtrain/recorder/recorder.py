@@ -189,6 +189,16 @@ class Recorder:
             self._failed(error)
             return {}
 
+    @property
+    def measuring_seconds(self) -> float:
+        """About what measuring the modules adds to a measured step on this rank; 0 while that is not known."""
+        return self._timer.cost_seconds if self._timer is not None else 0.0
+
+    def measure_every(self, every: int) -> None:
+        """From here on measure the steps whose number `every` divides. All ranks must be told the same."""
+        if self._timer is not None:
+            self._timer.every = max(1, every)
+
     def times(self, step: int, seconds: Mapping[str, float]) -> None:
         """Keep this rank's own seconds per step, by module, in events/: the means over ranks hide who is slow."""
         try:
