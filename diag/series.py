@@ -81,6 +81,14 @@ class Resume:
     told: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step read, as far as the run says it: its first and last sequence, and documents in it."""
+
+    samples: tuple[int, int] | None
+    documents: list[str | int]
+
+
 @dataclass(slots=True)
 class Run:
     """One training run. Use `get("loss")`, `match("grad_norm/*")`, `evidence(column, index)`."""
@@ -101,6 +109,10 @@ class Run:
     offsets: dict[int, int] = field(default_factory=dict, repr=False)
     #: superseded stretches: (column name, points that were done again later)
     replaced: list[Column] = field(default_factory=list, repr=False)
+    #: step -> its batch, where the run noted it; sequences per step; the configuration (`diag.loss.batches`)
+    batches: dict[int, Batch] = field(default_factory=dict, repr=False)
+    train_batch: int | None = None
+    config_path: str | None = None
 
     @property
     def path(self) -> str:

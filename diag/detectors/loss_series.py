@@ -13,6 +13,8 @@ from diag.artefacts import Artefact, Artefacts, Unreadable
 from diag.artefacts.log_facts import Log
 from diag.artefacts.metric_table import HasSeries, MetricTable
 from diag.artefacts.metrics import MetricsLog
+from diag.artefacts.run_config import RunConfig
+from diag.artefacts.run_events import EventLog
 from diag.detectors import NotChecked, detector
 from diag.schema import Finding, Where
 
@@ -20,9 +22,10 @@ from diag.schema import Finding, Where
 LEAST_POINTS = 4
 
 
-@detector("loss", needs=HasSeries, subject="metrics or progress lines")
+@detector("loss", needs=HasSeries, wants=(RunConfig, EventLog), subject="metrics or progress lines")
 def loss_series(artefacts: Artefacts) -> Iterator[Finding | NotChecked]:
     """The findings of every run; one line about each that is well."""
+    from diag.loss.batches import know_batches
     from diag.loss.findings import findings_of
     from diag.loss.words import well_of
     from diag.series import runs
@@ -37,6 +40,7 @@ def loss_series(artefacts: Artefacts) -> Iterator[Finding | NotChecked]:
         points = sum(len(column) for column in losses)
         if not losses and run.get("grad_norm") is None:
             continue
+        know_batches(run, artefacts)
         found = findings_of(run)
         if not found and points < LEAST_POINTS:
             few.append(f"{run.label} has {points} loss point{'s' if points != 1 else ''}")

@@ -35,7 +35,7 @@ class Blame:
     batch_size: float | None = None
     changed: list[str] = field(default_factory=list)
     samples: tuple[int, int] | None = None
-    documents: list[int] = field(default_factory=list)
+    documents: list[str | int] = field(default_factory=list)
 
     def numbers(self) -> dict[str, Any]:
         """The keys of `Finding.numbers`; only what is known."""
@@ -85,6 +85,12 @@ def blame(run: Run, step: int, before: int, peak: int) -> Blame:
     if documents is not None:
         near = (documents.steps > before) & (documents.steps <= step) & np.isfinite(documents.values)
         found.documents = sorted({int(v) for v in documents.values[near][:64]})
+    noted = next((run.batches[s] for s in sorted(run.batches) if before < s <= max(step, peak)), None)
+    if noted is not None:
+        found.samples = noted.samples or found.samples
+        found.documents = noted.documents or found.documents
+    elif found.samples is None and run.train_batch and run.steps_known:
+        found.samples = before * run.train_batch, step * run.train_batch - 1
     return found
 
 

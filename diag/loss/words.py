@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from diag.loss.batches import command_of
+
 if TYPE_CHECKING:
     from diag.loss.blame import Blame
     from diag.loss.events import Event
@@ -60,7 +62,8 @@ def _batches(why: Blame, step: int, run: Run) -> str:
         return f"Look at documents {', '.join(map(str, why.documents[:8]))}: the loss jumped on them"
     if why.samples is not None:
         low, high = why.samples
-        return f"Look at samples {low:,} to {high:,}, on which the loss jumped; skip them on a rewind"
+        named = f": {command}" if (command := command_of(run, step)) else ""
+        return f"Look at samples {low:,} to {high:,}, on which the loss jumped; skip them on a rewind{named}"
     return f"Look at the batch of step {step:,}: repeated or broken text, wrong labels" if run.steps_known else ""
 
 
