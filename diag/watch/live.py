@@ -62,6 +62,8 @@ class Watch:
         self.artefacts = Artefacts()
         self.jobs: list[Job] = []
         self.finished = False
+        self.grown = False
+        """Whether the last tick found anything new."""
         self.judgements = 0
         self.problem: str | None = None
         """A bug of ours, in words."""
@@ -77,6 +79,7 @@ class Watch:
     def tick(self, now: float) -> list[Change]:
         """Read what is new, judge it if it is time to, and return the alarms that were raised or cleared."""
         growth = self.follower.poll(now)
+        self.grown = growth.changed
         self._dirty |= growth.changed
         self._urgent |= growth.urgent
         for path, point in growth.news:

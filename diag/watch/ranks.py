@@ -2,7 +2,7 @@
 
 Over a long run a bin of the post-mortem holds hundreds of steps; here each measured step is a bin of its own, so that a
 rank that becomes slow is known after `LEAST_BINS` measurements. One that becomes much slower than it was is known after
-`SUDDEN`: its own past says how much it scatters.
+`SUDDEN` or `FEWEST`: its own past says how much it scatters.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ SHOWN_STEPS = 8
 #: Measurements in a row whose median is so much above the rank's own past, and so many robust deviations of a median
 #: of so many: the fewer there are the more they must be above it.
 SUDDEN, SUDDEN_RATIO, SUDDEN_SIGMAS = 4, 1.3, 6.0
+#: Three are enough for what is slower by far.
+FEWEST, FEWEST_RATIO, FEWEST_SIGMAS = 3, 1.6, 8.0
 #: With more ranks than this one of them does not move their median.
 FEW_RANKS = 8
 #: Measurements of a past that can be compared with, and the most that the slow stretch may hold: then it is the past.
@@ -84,7 +86,7 @@ def slow_now(jobs: Iterable[Job], artefacts: Artefacts) -> list[Finding]:
 
 def sudden(job: Job) -> list[Slow]:
     """The ranks that have just become much slower than they were beside the others, the slowest first."""
-    if len(job.first) < PAST + SUDDEN:
+    if len(job.first) < PAST + FEWEST:
         return []
     totals = {rank: [sum(phases.values()) for phases in bins] for rank, bins in job.own.items()}
     if any(value <= 0 for values in totals.values() for value in values):
@@ -100,7 +102,7 @@ def sudden(job: Job) -> list[Slow]:
     noise = 1.4826 * median(abs(b - a) for values in logs.values() for a, b in pairwise(values)) / math.sqrt(2)
     found = []
     for rank, values in logs.items():
-        for latest in range(SUDDEN, min(len(values) - PAST, LONGEST) + 1):
+        for latest in range(FEWEST, min(len(values) - PAST, LONGEST) + 1):
             if (base := _risen(values, latest, noise)) is not None:
                 found.append(_described(job, rank, latest, totals[rank], others[rank], base))
                 break
@@ -114,7 +116,8 @@ def _risen(values: list[float], latest: int, noise: float) -> float | None:
     """
     base = median(values[:-latest])
     above = [value - base for value in values[-latest:]]
-    limit = max(math.log(SUDDEN_RATIO), SUDDEN_SIGMAS * noise / math.sqrt(latest))
+    ratio, sigmas = (SUDDEN_RATIO, SUDDEN_SIGMAS) if latest >= SUDDEN else (FEWEST_RATIO, FEWEST_SIGMAS)
+    limit = max(math.log(ratio), sigmas * noise / math.sqrt(latest))
     agree = sum(value > limit / 2 for value in above) >= AGREEING * latest
     if median(values[-latest:]) < math.log(RATIO):
         return None

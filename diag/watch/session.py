@@ -57,7 +57,7 @@ def run(watch: Watch, view: View, hooks: Hooks, *, interval: float = 1.0, once: 
                     reason = {"finished": "the run has finished", "gone": "its files are gone"}[watch.ended]
                     break
                 cost = time.perf_counter() - began
-                idle = watch.judgements == seen and not watch.reading
+                idle = watch.judgements == seen and not watch.reading and not watch.grown
                 pause = max(interval, min(cost / IDLE_SHARE, MOST_PAUSE)) if idle else interval
                 sleep(READING_PAUSE if watch.reading else pause)
     except (KeyboardInterrupt, Ended):
