@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 STEPS, FIRST, LAST = 150, 131, 132
 DEADLINE = 250
-WORDS = ["the", "rank", "waits", "for", "all", "others", "and", "then", "sends", "its", "part", "of", "every", "gradient"]
+WORDS = ["the", "rank", "waits", "for", "all", "others", "and", "then", "sends", "its", "part", "of", "a", "gradient"]
 CODE = """
 import sys, msgspec
 from pathlib import Path
