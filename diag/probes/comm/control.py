@@ -117,7 +117,7 @@ class Control(threading.Thread):
         self.said = False
         self.store_error = ""
         self.identities: dict[int, Identity] = {}
-        self.label, self.steps, self.failure, self.done = "start", 0, "", False
+        self.label, self.steps, self.failure, self.done, self.asked_to_stop = "start", 0, "", False, False
         self._beats = 0
         self._store: Any = None
         self._lock = threading.Lock()
@@ -212,7 +212,7 @@ class Control(threading.Thread):
 
     def _observes(self) -> bool:
         overdue = time.monotonic() - self.stepped > self.timeout
-        return self.rank < OBSERVERS or bool(self.failure) or (overdue and not self.done)
+        return self.rank < OBSERVERS or self.asked_to_stop or bool(self.failure) or overdue
 
     def _observe(self, seen: dict[int, _Seen], now: float) -> None:
         missing = [rank for rank in seen if not seen[rank].raw]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 from diag.commands.output import Output
 from diag.errors import MissingExtra, PdtrainError, UsageError
@@ -25,7 +25,7 @@ from diag.probes.comm.work import Work
 
 #: Seconds that a rank waits for another to print the report, and that an interrupted one waits for a reason.
 FAREWELL = 10.0
-REASON = 2.0
+REASON = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,16 @@ def run_rank(ask: Ask, shown: Shown) -> int | None:
     with _signals() as stopped:
         control.start()
         work.start()
-        _watch(work, control, stopped, rank)
-        if control.verdict is None and not control.store_error and not work.is_alive():
-            control.good_bye()
-            return _report(work.probe, shown) if rank == 0 else None
-        return _give_up(work, control, shown, rank, world)
+        try:
+            _watch(work, control, stopped, rank)
+        except PdtrainError:
+            if rank != 0:  # rank 0 says it
+                _leave(PdtrainError.exit_status)
+            raise
+        if control.verdict is not None or control.store_error or work.is_alive():
+            _give_up(work, control, shown, rank, world)
+        control.good_bye()
+        return _report(work.probe, shown) if rank == 0 else None
 
 
 @contextmanager
@@ -104,7 +109,7 @@ def _watch(work: Work, control: Control, stopped: list[int], rank: int) -> None:
             control.failure = control.failure or _one_line(work.error)
             time.sleep(TICK)
         if stopped:
-            since = since or time.monotonic()
+            since, control.asked_to_stop = since or time.monotonic(), True
             if time.monotonic() - since > REASON:
                 control.decide(Verdict(kind="interrupted", text=signal.Signals(stopped[0]).name))
     progress.clear()
@@ -121,8 +126,11 @@ def _client(timeout: float) -> Any:
     return dist.PrefixStore("pdtrain-comm", store)
 
 
-def _give_up(work: Work, control: Control, shown: Shown, rank: int, world: int) -> int | None:
-    """The probe ends early: report what is known, or wait until somebody has. Does not come back from a hang."""
+def _give_up(work: Work, control: Control, shown: Shown, rank: int, world: int) -> NoReturn:
+    """The probe ends early: report what is known, or wait until somebody has, and end the process.
+
+    A thread that hangs in a collective ends with the process only.
+    """
     verdict = control.verdict
     if verdict is None:
         verdict = Verdict(kind="store", text=control.store_error or "no answer")
@@ -146,9 +154,7 @@ def _give_up(work: Work, control: Control, shown: Shown, rank: int, world: int) 
         time.sleep(TICK)
     sys.stdout.flush()
     sys.stderr.flush()
-    if work.is_alive():  # it hangs in a collective: only the end of the process frees it
-        _leave(status)
-    return status
+    _leave(status)
 
 
 def _end_stopped(verdict: Verdict, control: Control) -> None:
@@ -159,11 +165,11 @@ def _end_stopped(verdict: Verdict, control: Control) -> None:
             os.kill(known.pid, signal.SIGKILL)
 
 
-def _leave(status: int | None) -> None:
+def _leave(status: int | None) -> NoReturn:
     from pathlib import Path
 
     name = os.environ.get("PDTRAIN_COMM_STATUS")
-    if name and status is not None:
+    if name and status is not None and status != PdtrainError.exit_status:
         Path(name).write_text(str(status), "ascii")
     os._exit(1 if status is None else status)
 

@@ -62,7 +62,8 @@ def run_local(ask: Ask, shown: Shown, processes: int) -> int:
     import multiprocessing
 
     multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "diag.probes.comm.rank"])
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # the report says it better
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="pdtrain-comm-") as folder, _environment(Path(folder)) as status:
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id="pdtrain-comm", rdzv_backend="c10d",
