@@ -2,15 +2,16 @@
 
 A flow i -> j runs at about min(what i can send, what j can receive, what the link between them carries). So
 
-    send(i)     upper quartile over i's partners of the flows to each, relative to their round; one slow partner, or
-                one hiccup of a busy machine, does not lower it
+    send(i)     upper quartile over i's partners of the median flow to each; one slow partner, or one hiccup of a busy
+                machine, does not lower it
     receive(j)  the same of the flows into j
     pair        slow when all its flows are below min(send(i), receive(j)): the end points do not explain it
 
-Rates are divided by the drift of their round (median of the flows between sound end points), and end points by the
-median of the sound ones. An end point is slow below 1 - max(HOST_MARGIN, 4 sigma), sigma the robust spread (1.4826
-MAD) of its sound peers. The thresholds are ours; benchmarks/link_simulation.py and link_trials.py show what they yield
-(docs/comm-localise.md). dlrover compares with 2 x the median in two rounds, which cannot see a link at 0.6.
+Both over the partners that can testify: who is clearly slower than i itself, at its best, says nothing about i. All is
+relative to the median of the sound end points. An end point is slow below 1 - max(HOST_MARGIN, 4 sigma), sigma the
+robust spread (1.4826 MAD) of its sound peers. The thresholds are ours; benchmarks/link_simulation.py and link_trials.py
+show what they yield (docs/comm-localise.md). dlrover compares with 2 x the median in two rounds,
+which cannot see a link at 0.6.
 """
 
 from __future__ import annotations
@@ -104,68 +105,65 @@ def judge(n: int, flows: list[Flow], *, lost: Iterable[int] = (),
     if not any(flow.rate for flow in used):
         return Judgement()
     raw = [flow.rate or 0.0 for flow in used]
-    rates, reference = _relative(used, raw)
-    send, receive = _ends(used, rates)
+    ends = _Ends(used, raw)
+    # more than half of the hosts may be slow (one of two switches): the upper quartile is still sound then
+    top = upper_quartile(ends.ratio.values())
+    reference = median([rate for rate in ends.ratio.values() if rate > (1 - HOST_MARGIN) * top])
+    rates = [rate / reference for rate in raw]
+    send, receive = ends.side("send", reference), ends.side("receive", reference)
     sound = [ratio for side in (send, receive) for ratio in side.values() if ratio > 1 - HOST_MARGIN]
     sigma = max(spread(sound), SIGMA_FLOOR)
     limit = 1 - max(HOST_MARGIN, SIGMAS * sigma)
     verdict = Judgement(reference=reference, send=send, receive=receive, sigma=sigma)
-    slow_ends = _host_faults(verdict, used, rates, limit)
+    slow_ends = _host_faults(verdict, used, rates, ends.partners, limit)
     expected = [min(send[f.source], receive[f.target]) for f in used]
-    left = _pair_faults(verdict, n, used, rates, expected, sigma)
+    left = _pair_faults(verdict, n, used, rates, expected)
     _intermittent(verdict, n, left, slow_ends)
     if baseline:
         _against_baseline(verdict, used, raw, baseline)
     return verdict
 
 
-def _relative(flows: list[Flow], raw: list[float]) -> tuple[list[float], float]:
-    """Rates relative to sound end points in the same round, and what 1.0 means in bytes/s."""
-    send, receive = _ends(flows, raw)
-    # more than half of the hosts may be slow (one of two switches): the upper quartile is still sound then
-    first = upper_quartile([*send.values(), *receive.values()])
-    good = 1 - HOST_MARGIN
-    by_round: dict[int, list[float]] = defaultdict(list)
-    for flow, rate in zip(flows, raw):
-        if send[flow.source] > good * first and receive[flow.target] > good * first:
-            by_round[flow.round].append(rate / first)
-    drift = {number: median(values) for number, values in by_round.items() if len(values) > 3}
-    rates = [rate / (first * (drift.get(flow.round) or 1.0)) for flow, rate in zip(flows, raw)]
-    send, receive = _ends(flows, rates)
-    ends = [*send.values(), *receive.values()]
-    top = upper_quartile(ends)
-    centre = median([value for value in ends if value > good * top])
-    return [rate / centre for rate in rates], first * centre
+class _Ends:
+    """What each end point sends and receives at. `partners` are those who can testify: who is clearly slower itself,
+    at its best, than this end point is at its best says nothing about it."""
+
+    def __init__(self, flows: list[Flow], rates: list[float]) -> None:
+        met: dict[tuple[int, int], list[float]] = defaultdict(list)
+        for flow, rate in zip(flows, rates):
+            met[flow.source, flow.target].append(rate)
+        typical = {pair: median(values) for pair, values in met.items()}
+        best: dict[tuple[str, int], float] = defaultdict(float)
+        for (source, target), rate in typical.items():
+            best["send", source] = max(best["send", source], rate)
+            best["receive", target] = max(best["receive", target], rate)
+        told: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
+        for (source, target), rate in typical.items():
+            out, into = best["send", source], best["receive", target]
+            if into >= (1 - HOST_MARGIN) * out:
+                told["send", source][target] = rate
+            if out >= (1 - HOST_MARGIN) * into:
+                told["receive", target][source] = rate
+        self.partners = {key: set(rates_) for key, rates_ in told.items()}
+        self.ratio = {key: upper_quartile(rates_.values()) for key, rates_ in told.items()}
+
+    def side(self, side: str, scale: float) -> dict[int, float]:
+        """End point -> rate / scale."""
+        return {end: rate / scale for (name, end), rate in self.ratio.items() if name == side}
 
 
-def _ends(flows: list[Flow], rates: list[float]) -> tuple[dict[int, float], dict[int, float]]:
-    """What each end point sends and receives at: upper quartile over its partners of the median with each."""
-    met: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for flow, rate in zip(flows, rates):
-        met[flow.source, flow.target].append(rate)
-    out: dict[int, list[float]] = defaultdict(list)
-    into: dict[int, list[float]] = defaultdict(list)
-    for (source, target), values in met.items():
-        typical = median(values)
-        out[source].append(typical)
-        into[target].append(typical)
-    return ({end: upper_quartile(values) for end, values in out.items()},
-            {end: upper_quartile(values) for end, values in into.items()})
-
-
-def _host_faults(verdict: Judgement, flows: list[Flow], rates: list[float], limit: float) -> set[tuple[str, int]]:
+def _host_faults(verdict: Judgement, flows: list[Flow], rates: list[float],
+                 partners: Mapping[tuple[str, int], set[int]], limit: float) -> set[tuple[str, int]]:
     """End points that are slow with every partner. Returns (side, end point) of all that look slow, told or not."""
-    partners: dict[tuple[str, int], set[int]] = defaultdict(set)
     count: dict[tuple[str, int], int] = defaultdict(int)
     slow: dict[tuple[str, int], int] = defaultdict(int)
     for flow, rate in zip(flows, rates):
-        for key, other in ((("send", flow.source), flow.target), (("receive", flow.target), flow.source)):
-            partners[key].add(other)
+        for key in (("send", flow.source), ("receive", flow.target)):
             count[key] += 1
             slow[key] += rate < limit
     looks = {(side, end) for side, ratios in (("send", verdict.send), ("receive", verdict.receive))
              for end, ratio in ratios.items() if ratio < limit}
-    told = {key for key in looks if len(partners[key] - _worse(key, looks, verdict)) > 1}
+    told = {key for key in looks if len(partners[key]) > 1}
     ends = sorted({end for _, end in told})
     for end in ends:
         sides = [side for side in ("send", "receive") if (side, end) in told]
@@ -184,20 +182,12 @@ def _host_faults(verdict: Judgement, flows: list[Flow], rates: list[float], limi
     return told
 
 
-def _worse(key: tuple[str, int], looks: set[tuple[str, int]], verdict: Judgement) -> set[int]:
-    """The partners of an end point that explain its slow flows, being slower themselves on the other side."""
-    side, end = key
-    mine, theirs = (verdict.send, verdict.receive) if side == "send" else (verdict.receive, verdict.send)
-    other = "receive" if side == "send" else "send"
-    return {p for s, p in looks if s == other and (theirs[p], p) < (mine[end], end)}
-
-
 def _side(sends: bool, receives: bool) -> Direction:
     return "both" if sends and receives else "send" if sends else "receive"
 
 
-def _pair_faults(verdict: Judgement, n: int, flows: list[Flow], rates: list[float], expected: list[float],
-                 sigma: float) -> list[tuple[Flow, float]]:
+def _pair_faults(verdict: Judgement, n: int, flows: list[Flow], rates: list[float],
+                 expected: list[float]) -> list[tuple[Flow, float]]:
     """Pairs that their end points do not explain. Returns the flows that no fault explains, with rate / expected."""
     shares: dict[tuple[int, int], list[float]] = defaultdict(list)
     left: list[tuple[Flow, float]] = []
@@ -205,7 +195,7 @@ def _pair_faults(verdict: Judgement, n: int, flows: list[Flow], rates: list[floa
         # an end point through which nothing passes explains everything
         left.append((flow, rate / most if most > 0 else 1.0))
         shares[flow.source, flow.target].append(left[-1][1])
-    noise = spread([share for _, share in left])
+    noise = spread([share for _, share in left if share > 1 - PAIR_MARGIN])
     limit = 1 - max(PAIR_MARGIN, SIGMAS * noise)
     needed = 2 if n <= 4 else 3
     slow = {pair: values for pair, values in shares.items() if max(values) < limit}
@@ -303,9 +293,9 @@ def _against_baseline(verdict: Judgement, flows: list[Flow], raw: list[float],
     earlier = [Flow(a, b, rate) for (a, b), rate in baseline.items() if rate > 0]
     if not earlier:
         return
-    now, then = _ends(flows, raw), _ends(earlier, [flow.rate or 0.0 for flow in earlier])
-    ratios = [{end: side[end] / before[end] for end in side if before.get(end)} for side, before in zip(now, then)]
-    every = [ratio for side in ratios for ratio in side.values()]
+    now, then = _Ends(flows, raw).ratio, _Ends(earlier, [flow.rate or 0.0 for flow in earlier]).ratio
+    ratios = {key: rate / then[key] for key, rate in now.items() if then.get(key)}
+    every = list(ratios.values())
     if not every:
         return
     common = upper_quartile(every)
@@ -314,9 +304,7 @@ def _against_baseline(verdict: Judgement, flows: list[Flow], raw: list[float],
                                     flows=len(every), against="baseline"))
     limit = min(1.0, common) * (1 - max(BASELINE_MARGIN, SIGMAS * spread(every)))
     known = {(fault.ends[0], fault.direction) for fault in verdict.faults if fault.kind == "host"}
-    sides: tuple[Direction, Direction] = ("send", "receive")
-    for side, found in zip(sides, ratios):
-        for end, ratio in found.items():
-            if ratio < limit and not {(end, side), (end, "both")} & known:
-                verdict.faults.append(Fault(kind="host", ends=[end], direction=side, ratio=ratio, slow=1, flows=1,
-                                            against="baseline"))
+    for (side, end), ratio in ratios.items():
+        if ratio < limit and not {(end, side), (end, "both")} & known:
+            verdict.faults.append(Fault(kind="host", ends=[end], direction=_side(side == "send", side == "receive"),
+                                        ratio=ratio, slow=1, flows=1, against="baseline"))

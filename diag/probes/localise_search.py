@@ -20,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable
-from itertools import cycle, islice
+from itertools import islice
 from typing import Literal
 
 from diag.probes.localise_judge import Flow, Judgement, judge
@@ -136,8 +136,8 @@ class Search:
         def partner(end: int, among: list[int]) -> int | None:
             """Of the next few that are idle the one met least."""
             start = bisect(among, end)
-            near = islice((p for p in islice(cycle(among), start, start + len(among)) if p not in busy and p != end),
-                          CANDIDATES)
+            turned = (among[(start + k) % len(among)] for k in range(len(among)))
+            near = islice((p for p in turned if p not in busy and p != end), CANDIDATES)
             return min(near, key=lambda p: met[end, p], default=None)
 
         for end in hosts:
