@@ -19,6 +19,7 @@ reduction of norms, dispatch and combine, and under tensor parallelism the modul
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -183,21 +184,31 @@ def slow_ranks(job: Job) -> list[Slow]:
     if job.problem:
         return []
     totals = {rank: [sum(phases.values()) for phases in bins] for rank, bins in job.own.items()}
-    ratios = {rank: logs for rank in totals if (logs := _ratios(rank, totals)) is not None}
+    others = medians_of_others(totals)
+    ratios = {rank: logs for rank in totals if (logs := _ratios(totals[rank], others[rank])) is not None}
     noise = _noise(ratios.values())
-    found = [slow for rank, logs in ratios.items() if (slow := _slow(rank, logs, noise, job, totals)) is not None]
+    found = [slow for rank, logs in ratios.items()
+             if (slow := _slow(rank, logs, noise, job, totals[rank], others[rank])) is not None]
     return sorted(found, key=lambda item: -item.excess)
 
 
-def _others(rank: int, totals: dict[int, list[float]]) -> list[float]:
-    """The median of the other ranks in each bin."""
-    return [median(values) for values in zip(*(totals[r] for r in totals if r != rank), strict=True)]
+def medians_of_others(totals: dict[int, list[float]]) -> dict[int, list[float]]:
+    """The median of the other ranks in each bin, for each rank; one sorting per bin, as ranks may be thousands."""
+    found: dict[int, list[float]] = {rank: [] for rank in totals}
+    for column in zip(*totals.values(), strict=True):
+        ordered = sorted(column)
+        half, odd = divmod(len(ordered) - 1, 2)
+        for rank, own in zip(totals, column, strict=True):
+            gap = bisect_left(ordered, own)  # the others are `ordered` without this place
+            upper = ordered[half + (half >= gap)]
+            found[rank].append(upper if odd else (ordered[half - 1 + (half - 1 >= gap)] + upper) / 2)
+    return found
 
 
-def _ratios(rank: int, totals: dict[int, list[float]]) -> list[float] | None:
-    """Logarithm of the rank's own time over the others' median in each bin."""
-    pairs = list(zip(totals[rank], _others(rank, totals), strict=True))
-    return None if any(min(pair) <= 0 for pair in pairs) else [math.log(own / other) for own, other in pairs]
+def _ratios(own: Sequence[float], others: Sequence[float]) -> list[float] | None:
+    """Logarithm of a rank's own time over the others' median in each bin."""
+    pairs = list(zip(own, others, strict=True))
+    return None if any(min(pair) <= 0 for pair in pairs) else [math.log(mine / other) for mine, other in pairs]
 
 
 def _noise(ratios: Iterable[Sequence[float]]) -> float:
@@ -206,14 +217,15 @@ def _noise(ratios: Iterable[Sequence[float]]) -> float:
     return 1.4826 * median(steps) / math.sqrt(2) if steps else 0.0
 
 
-def _slow(rank: int, logs: Sequence[float], noise: float, job: Job, totals: dict[int, list[float]]) -> Slow | None:
-    others = [r for r in totals if r != rank]
-    pairs = list(zip(totals[rank], _others(rank, totals), strict=True))
+def _slow(rank: int, logs: Sequence[float], noise: float, job: Job, own: Sequence[float],
+          medians: Sequence[float]) -> Slow | None:
+    others = [r for r in job.own if r != rank]
+    pairs = list(zip(own, medians, strict=True))
     begin = _begin(logs, noise)
     if begin is None:
         return None
     ratio = math.exp(median(logs[begin:]))
-    excess = median([own - other for own, other in pairs[begin:]])
+    excess = median([mine - other for mine, other in pairs[begin:]])
     share = excess / max(median(job.step[begin:]), excess)
     if share < STEP_SHARE:
         return None

@@ -16,7 +16,19 @@ from diag.artefacts import Artefacts
 from diag.artefacts.run_events import EventLog
 from diag.detectors.step_stragglers import judged, waiting_modules
 from diag.schema import Finding
-from diag.steps.ranks import AGREEING, ASIDE, EXCHANGES, LEAST_BINS, OWN_SPANS, RATIO, SETTLING, STEP_SHARE, Job, Slow
+from diag.steps.ranks import (
+    AGREEING,
+    ASIDE,
+    EXCHANGES,
+    LEAST_BINS,
+    OWN_SPANS,
+    RATIO,
+    SETTLING,
+    STEP_SHARE,
+    Job,
+    Slow,
+    medians_of_others,
+)
 from diag.watch.formats import EventsTail
 from diag.watch.tails import Tail
 
@@ -27,8 +39,6 @@ SHOWN_STEPS = 8
 SUDDEN, SUDDEN_RATIO, SUDDEN_SIGMAS = 4, 1.3, 6.0
 #: Three are enough for what is slower by far.
 FEWEST, FEWEST_RATIO, FEWEST_SIGMAS = 3, 1.6, 8.0
-#: With more ranks than this one of them does not move their median.
-FEW_RANKS = 8
 #: Measurements of a past that can be compared with, and the most that the slow stretch may hold: then it is the past.
 PAST, LONGEST = 8, 40
 
@@ -91,12 +101,7 @@ def sudden(job: Job) -> list[Slow]:
     totals = {rank: [sum(phases.values()) for phases in bins] for rank, bins in job.own.items()}
     if any(value <= 0 for values in totals.values() for value in values):
         return []
-    if len(totals) > FEW_RANKS:  # one rank more or less does not move the median
-        middle = [median(column) for column in zip(*totals.values(), strict=True)]
-        others = dict.fromkeys(totals, middle)
-    else:
-        others = {rank: [median(column) for column in zip(*(totals[r] for r in totals if r != rank), strict=True)]
-                  for rank in totals}
+    others = medians_of_others(totals)
     logs = {rank: [math.log(own / other) for own, other in zip(totals[rank], others[rank], strict=True)]
             for rank in totals}
     noise = 1.4826 * median(abs(b - a) for values in logs.values() for a, b in pairwise(values)) / math.sqrt(2)

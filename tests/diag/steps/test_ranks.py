@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from diag.artefacts import memory_source
 from diag.artefacts.run_events import EventLog
 from diag.artefacts.run_events import read as read_events
-from diag.steps.ranks import EVERYTHING, TENSOR_PARALLEL, Job, jobs, slow_ranks
+from diag.steps.ranks import EVERYTHING, TENSOR_PARALLEL, Job, jobs, medians_of_others, slow_ranks
 
 MODULES = {"attention": 0.10, "experts": 0.08, "norm": 0.02, "router": 0.01, "dispatch": 0.05, "combine": 0.05}
 Change = Callable[[int, int, str], float]
@@ -120,3 +122,12 @@ def test_a_rank_that_ended_early_is_compared_where_it_ran(tmp_path: Path) -> Non
         logs.append(log)
     (found,) = jobs(logs, lambda log: frozenset())
     assert [s.rank for s in slow_ranks(found)] == [0]
+
+
+def test_the_median_of_the_others_is_that_without_the_rank() -> None:
+    draw = random.Random(0)
+    for _ in range(60):
+        count = draw.randint(2, 9)
+        totals = {rank: [draw.choice([1.0, 2.0, draw.random()]) for _ in range(3)] for rank in range(count)}
+        assert medians_of_others(totals) == {
+            rank: [median(totals[other][i] for other in totals if other != rank) for i in range(3)] for rank in totals}
