@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from diag.detectors import NotChecked
+from diag.playbooks import fill
 from diag.probes import hardware
 from diag.probes.comm.records import Lost, Probe, Row
 from diag.probes.host_words import plural
@@ -35,9 +36,7 @@ def _judge(probe: Probe, path: str) -> Iterator[Finding | NotChecked]:
     yield from _lost(probe, path)
     yield from _wrong(probe, path)
     yield from _floors(probe, path)
-    known = {item.rank for item in probe.lost}
-    yield from (item for item in probe.link_findings  # a rank that the heartbeats miss too is named once
-                if item.cause != "peer_unreachable" or not item.where.ranks or not set(item.where.ranks) <= known)
+    yield from _links(probe)
     for note in probe.notes:
         yield NotChecked(note)
     yield Finding(cause="link_measured", role="context", severity="info", confidence=1.0,
@@ -75,6 +74,25 @@ def _lost(probe: Probe, path: str) -> Iterator[Finding]:
     else:
         yield Finding(cause="preempted", severity="warning", confidence=0.9, evidence=where,
                       summary=f"the probe was interrupted by {text or 'a signal'}; what was measured until then stands")
+
+
+def _links(probe: Probe) -> Iterator[Finding | NotChecked]:
+    """What localisation said, but for what the heartbeats say already, and for links that are none.
+
+    Processes of one host that speak Gloo copy memory: their rates are those of the processors that they share with
+    everybody else, and differ by chance. Only that nothing passes at all is a finding there.
+    """
+    known = {item.rank for item in probe.lost}
+    copies = probe.backend == "gloo" and len(set(probe.hosts)) == 1
+    for item in probe.link_findings:
+        if item.cause == "peer_unreachable" and item.where.ranks and set(item.where.ranks) <= known:
+            continue
+        if copies and item.cause != "peer_unreachable" and item.numbers.get("ratio") != 0:
+            continue
+        item.fix = [fill(step, item.where) for step in item.fix]
+        yield item
+    if copies and probe.links:
+        yield NotChecked("links: within one host Gloo copies memory; those rates are shown and not judged")
 
 
 def _wrong(probe: Probe, path: str) -> Iterator[Finding]:

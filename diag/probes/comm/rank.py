@@ -137,8 +137,8 @@ def _give_up(work: Work, control: Control, shown: Shown, rank: int, world: int) 
     guilty = {item.rank for item in verdict.lost}
     local = {other for other, item in control.identities.items() if item.node == control.me.node}
     if verdict.kind == "store" or guilty >= local | {rank}:  # cut off: nobody else can be told, nobody else is heard
-        first = int(os.environ.get("LOCAL_RANK", "0")) == 0
-        talks = first or rank == 0
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        talks = rank == 0 or local_rank == int(rank == local_rank)  # beside rank 0 the next one: it may be what is lost
     else:
         talks = rank == speaker(world, verdict.lost)
     status: int | None = None

@@ -18,7 +18,7 @@ from diag.probes.comm.operations import Bench
 from diag.probes.comm.records import Extra, Link, Probe, Row, rates_of, restore
 from diag.probes.comm.sweep import MEMORY_SHARE, sweep
 
-#: Gloo's and NCCL's own limits only come into play where the heartbeats did not: they say less.
+#: Timeouts after which Gloo and NCCL give up by themselves, beyond the budget; the heartbeats are quicker and say more.
 OWN_LIMIT = 4
 
 
@@ -68,7 +68,8 @@ class Work(threading.Thread):
             torch.cuda.set_device(local)
             options["device_id"] = torch.device("cuda", local)
         enter("connecting")
-        dist.init_process_group(self.probe.backend, timeout=timedelta(seconds=OWN_LIMIT * self.ask.timeout), **options)
+        patience = timedelta(seconds=self.ask.budget + OWN_LIMIT * self.ask.timeout)
+        dist.init_process_group(self.probe.backend, timeout=patience, **options)
         gathered: list[Any] = [None] * self.world
         dist.all_gather_object(gathered, msgspec.to_builtins(self.control.me))
         people = [msgspec.convert(item, Identity) for item in gathered]

@@ -15,7 +15,7 @@ from diag.probes.comm.picture import matrix, terminal
 from diag.probes.comm.records import Link, Probe, Row, bus_factor, decode, encode, rates_of
 from diag.probes.comm.table import text
 from diag.probes.comm.work import _per_node, host_names
-from diag.schema import Finding
+from diag.schema import Finding, Where
 from tests.diag.helpers import pdtrain
 
 ME = Identity(host="n0", pid=100, started="7", space="here", node="n0")
@@ -115,6 +115,22 @@ def test_findings_of_a_probe() -> None:
     assert all(item.role == "context" for item in causes.values()), "a probe never leads over a run's own artefacts"
     unknown = list(findings_of(Probe(world=8, hosts=["n1"] * 8, devices=["Some GPU"] * 8, rows=[row()]), "p"))
     assert any(isinstance(item, NotChecked) and "floor unknown for Some GPU" in item.reason for item in unknown)
+
+
+def test_copies_in_memory_are_no_slow_links() -> None:
+    slow = Finding(cause="link_slow", severity="warning", summary="rank 1 on a", where=Where(ranks=[1], hosts=["a"]),
+                   fix=["Look at {hosts}."], numbers={"ratio": 0.6})
+    silent = Finding(cause="peer_unreachable", severity="error", summary="rank 1", where=Where(ranks=[1]))
+    links = [Link(src=0, dst=1, bytes_per_second=5.0)]
+
+    def said(hosts: list[str], backend: str = "gloo", lost: tuple[Lost, ...] = ()) -> list[str]:
+        probe = Probe(world=2, hosts=hosts, backend=backend, links=links, link_findings=[slow, silent], lost=[*lost])
+        return [item.cause for item in findings_of(probe, "p") if isinstance(item, Finding) and item.severity != "info"]
+
+    assert said(["a", "a"]) == ["peer_unreachable"] and said(["a", "b"]) == ["link_slow", "peer_unreachable"]
+    assert said(["a", "a"], "nccl") == ["link_slow", "peer_unreachable"] and slow.fix == ["Look at a."]
+    once = said(["a", "b"], lost=(Lost(rank=1, how="gone"),))
+    assert once == ["peer_unreachable", "link_slow"], "named once, by the heartbeats"
 
 
 def test_bus_factors_are_those_of_nccl_tests() -> None:
