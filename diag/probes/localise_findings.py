@@ -20,7 +20,9 @@ WAYS = {"send": "sending", "receive": "receiving", "both": "sending and receivin
 
 def findings(outcome: Outcome) -> list[Finding]:
     """One finding per fault, several hosts alike in one; a rank that fell silent in its own. Empty when all is well."""
-    found = [_silent(outcome, host) for host in sorted({place.host for place in outcome.silent})]
+    gone = sorted({place.host for place in outcome.silent})
+    alone = len(gone) > 1 and len(gone) == len({host for host, _ in outcome.ends}) - 1
+    found = [_alone(outcome)] if alone else [_silent(outcome, host) for host in gone]
     hosts = [(index, fault) for index, fault in enumerate(outcome.faults) if fault.kind == "host"]
     for direction in ("send", "receive", "both"):
         alike = [item for item in hosts if item[1].direction == direction and not item[1].intermittent
@@ -124,6 +126,17 @@ def _silent(outcome: Outcome, host: str) -> Finding:
                 f"{printable(why, 200)}; the others were measured without it",
         where=Where(hosts=[host], ranks=ranks), numbers={"rounds": outcome.rounds},
         fix=["See whether the process is still there; then whether the host answers over the interface of the job."])
+
+
+def _alone(outcome: Outcome) -> Finding:
+    """Nobody answers the conductor: it is more likely that its own host is cut off than that all others are."""
+    host = outcome.ends[0][0]
+    return Finding(
+        cause="peer_unreachable", severity="error", role="root", confidence=0.6, playbook="peer-unreachable",
+        summary=f"none of the other {len(outcome.ends) - 1} hosts answered rank 0: {printable(host)}, where it runs, "
+                "is probably cut off",
+        where=Where(hosts=[host]), numbers={"rounds": outcome.rounds},
+        fix=["See whether the other hosts reach each other; then look at the link of this one."])
 
 
 def _what(outcome: Outcome) -> str:

@@ -44,21 +44,25 @@ def log2_ceil(n: int) -> int:
 
 
 def tournament(n: int) -> list[list[tuple[int, int]]]:
-    """The rounds of a round-robin tournament of `n` (circle method): n - 1, or n with one resting each when n is odd.
+    """The rounds of a round-robin tournament (circle method): n - 1, or n with one resting each when n is odd."""
+    return [pairs_of(n, turn) for turn in turns(n)]
 
-    The order is bit-reversed, so that the first rounds spread partners over all distances: neighbours are often
-    behind one switch.
+
+def turns(n: int) -> list[int]:
+    """The order of the rounds: bit-reversed, so that the first ones meet partners at all distances.
+
+    Neighbours are often behind one switch.
     """
-    if n < 2:
-        return []
+    return _spread(n + n % 2 - 1) if n > 1 else []
+
+
+def pairs_of(n: int, turn: int) -> list[tuple[int, int]]:
+    """The disjoint pairs of one round."""
     even = n + n % 2
     ring = even - 1
-    rounds = []
-    for turn in _spread(ring):
-        pairs = [(turn, even - 1)] if even - 1 < n else []
-        pairs += [((turn + k) % ring, (turn - k) % ring) for k in range(1, even // 2)]
-        rounds.append([(min(pair), max(pair)) for pair in pairs])
-    return rounds
+    pairs = [(turn, even - 1)] if even - 1 < n else []
+    pairs += [((turn + k) % ring, (turn - k) % ring) for k in range(1, even // 2)]
+    return [(min(pair), max(pair)) for pair in pairs]
 
 
 def _spread(n: int) -> list[int]:
@@ -76,15 +80,15 @@ class Search:
         self.flows: list[Flow] = []
         self.lost: set[int] = set()
         self.round = self._turn = 0
-        self._tournament = tournament(n)
+        self._order = turns(n)
         budget = 2 * log2_ceil(n) if n > 1 else 0
-        whole = len(self._tournament)
+        whole = len(self._order)
         self.screening = whole if mode == "thorough" else min(whole, max(log2_ceil(n), SCREENING), budget)
         self.budget = self.screening + budget if mode == "thorough" else budget
 
     def first(self) -> list[tuple[int, int]]:
         """The pairs of the first round, for a warm-up that is not judged."""
-        return list(self._tournament[0]) if self._tournament else []
+        return pairs_of(self.n, self._order[0]) if self._order else []
 
     def next(self) -> list[tuple[int, int]]:
         """Disjoint unordered pairs to measure in both directions at once; empty when the answer is settled."""
@@ -92,8 +96,8 @@ class Search:
             return []
         pairs = self._confirm() if self.round >= self.screening else []
         reserve = 0 if self.round < self.screening else RESERVE
-        if not pairs and self._turn < len(self._tournament) and self.round < self.budget - reserve:
-            pairs = [pair for pair in self._tournament[self._turn] if not self.lost.intersection(pair)]
+        if not pairs and self._turn < len(self._order) and self.round < self.budget - reserve:
+            pairs = [pair for pair in pairs_of(self.n, self._order[self._turn]) if not self.lost.intersection(pair)]
             self._turn += 1
         self.round += bool(pairs)
         return pairs
@@ -147,7 +151,7 @@ class Search:
         for a, b in pairs:
             if a not in busy and b not in busy:
                 take(a, b)
-        for a, b in self._tournament[self._turn % len(self._tournament)]:  # its pairs that are still whole
+        for a, b in pairs_of(self.n, self._order[self._turn % len(self._order)]):  # its pairs that are still whole
             if not (busy.intersection((a, b)) or self.lost.intersection((a, b))):
                 take(a, b)
         for end in free:

@@ -97,6 +97,8 @@ def test_a_dead_host_is_named_and_the_others_are_still_judged() -> None:
 def test_all_peers_dead_ends_at_once() -> None:
     outcome = Fabric(2, dead=frozenset(range(1, 8))).locate(8)
     assert outcome.faults == [] and any("exchanged anything" in note for note in outcome.notes)
+    (finding,) = findings(outcome)
+    assert finding.where.hosts == ["n0"] and "probably cut off" in finding.summary
 
 
 @pytest.mark.parametrize("bad", [range(4), range(4, 8), (0, 1, 2)])
