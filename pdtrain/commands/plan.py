@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,13 @@ class PlanGroup(LazyGroup):
         return (PLAIN, layout, args[1:]) if args and args[0] == PLAIN else super().resolve_command(ctx, args)
 
 
+def finite(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
+    """Callback of a float option: `nan` and `inf` pass click's ranges."""
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is no number to reckon with.", context, option)
+    return value
+
+
 _OPTIONS: tuple[Callable[..., Any], ...] = (
     click.argument("config", required=False, type=click.Path(path_type=Path)),
     click.option("--preset", metavar="NAME", help="A configuration that ships with pdtrain."),
@@ -52,17 +60,19 @@ _OPTIONS: tuple[Callable[..., Any], ...] = (
     click.option("--gpus", metavar="N", type=click.IntRange(min=1), help="Devices; default: the configuration's."),
     click.option("--memory", metavar="SIZE", help="Memory of one device (80GB); default: the hardware's."),
     click.option("--hardware", metavar="NAME", help="Device of the catalogue; default: h100-sxm."),
-    click.option("--probe", metavar="FILE", type=click.Path(path_type=Path), help="Measured links (diag comm --json)."),
+    click.option("--probe", metavar="FILE", type=click.Path(path_type=Path), help="Measured links (diag comm --save)."),
     click.option("--optimizer-sharding", "sharding", type=click.Choice(["none", "zero1", "zero2", "zero3"]),
                  help="Default: zero3 as pdtrain trains (parallel.fsdp), zero1 with pipeline stages."),
     click.option("--states", type=click.Choice(["fsdp", "megatron"]), help="How weights and master copy are kept."),
-    click.option("--recompute", type=click.Choice(["none", "selective", "full"]),
-                 help="Instead of the rows' own policy; full: whole blocks."),
+    click.option("--recompute", type=click.Choice(["none", "selective", "op", "alternate", "full"]),
+                 help="Instead of the rows' own policy; op: every second product; alternate, full: whole blocks."),
+    click.option("--kernels", type=click.Choice(["eager", "fused"]),
+                 help="What modules keep and move: as pdtrain's, or as Megatron-LM's and Transformer Engine's."),
     click.option("--schedule", type=click.Choice(["1f1b", "interleaved", "zero-bubble", "dualpipe"]), default="1f1b",
                  show_default=True),
     click.option("--virtual", metavar="N", type=click.IntRange(min=1), default=1, help="Chunks per stage."),
     click.option("--context", metavar="N", type=click.IntRange(min=1), default=1, help="Context-parallel degree."),
-    click.option("--overload", metavar="F", type=click.FloatRange(min=1), default=1.0,
+    click.option("--overload", metavar="F", type=click.FloatRange(min=1), default=1.0, callback=finite,
                  help="Tokens of the fullest expert rank / balanced."),
     click.option("--gradient-dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True),
     click.option("--moment-dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True),
@@ -101,6 +111,7 @@ class _Request:
             virtual=given["virtual"], context=given["context"], overload=given["overload"],
             gradient_bytes=2 if given["gradient_dtype"] == "bf16" else None,
             moment_bytes=2 if given["moment_dtype"] == "bf16" else 4,
+            kernels=given["kernels"],
             dispatch_bytes=1.03125 if given["fp8_dispatch"] else None, node_limited=given["node_limited"],
         )  # fmt: skip
         loaded = read_source(
@@ -169,7 +180,8 @@ def advise(**given: Any) -> int:
 
 @click.command()
 @_shared
-@click.option("--nproc", metavar="N", type=click.IntRange(min=1), default=8, show_default=True, help="Devices.")
+@click.option("--nproc", metavar="N", type=click.IntRange(min=1, max=128), default=8, show_default=True,
+              help="Devices.")  # fmt: skip
 def shrink(nproc: int, **given: Any) -> int:
     """Print the configuration of the small model with the same skeleton on one node, ready for `pdtrain train`."""
     import msgspec
@@ -228,7 +240,8 @@ def _progress(noun: str) -> Callable[[int, int], None] | None:
 @click.option("--tokens", metavar="T", required=True, help="Token budget (5T).")
 @click.option("--gpus", metavar="N", type=click.IntRange(min=1), required=True, help="Devices.")
 @click.option("--peak", metavar="FLOPS", required=True, help="Peak FLOP/s of one device (500T).")
-@click.option("--mfu", type=click.FloatRange(min=0, max=1, min_open=True), required=True, help="Utilisation (0.4).")
+@click.option("--mfu", type=click.FloatRange(min=0, max=1, min_open=True), required=True, callback=finite,
+              help="Utilisation (0.4).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def budget(active: str, tokens: str, gpus: int, peak: str, mfu: float, as_json: bool) -> int:
     """Days for a token budget: 6 x activated x tokens / (devices x peak x MFU)."""

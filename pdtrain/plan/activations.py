@@ -16,7 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pdtrain.plan.setup import Setup, Stage
+from pdtrain.config.schema import Model
+from pdtrain.plan.setup import Recompute, Setup, Stage
 
 Inventory = Literal["pdtrain", "fused"]
 Device = Literal["gpu", "cpu"]
@@ -40,7 +41,9 @@ class Kept:
 
 
 def inventory_of(setup: Setup) -> Inventory:
-    """pdtrain's own where the states are kept as pdtrain keeps them, else fused."""
+    """As the option says; else pdtrain's own where the states are kept as pdtrain keeps them, fused elsewhere."""
+    if setup.options.kernels is not None:
+        return "pdtrain" if setup.options.kernels == "eager" else "fused"
     return "pdtrain" if setup.states == "fsdp" else "fused"
 
 
@@ -132,9 +135,54 @@ def moe_layer(setup: Setup, inventory: Inventory) -> tuple[float, float]:
     return kept, dropped
 
 
-def block(setup: Setup, *, dense: bool, device: Device = "gpu", inventory: Inventory | None = None) -> Kept:
-    """What one block keeps per micro-batch on one rank, under the recompute policies in effect."""
+def products(model: Model, *, dense: bool) -> list[tuple[str, int, int]]:
+    """(module, input width, output width) of a block's plain matrix products in forward order; grouped ones of the
+    experts and the router's, which runs in FP32, are none of them."""
+    h, heads = model.hidden, model.heads
+    if model.attention == "gqa":
+        kv, out = model.kv_heads * model.head_dim, heads * model.head_dim
+        found = [("attention", h, out), ("attention", h, kv), ("attention", h, kv), ("attention", out, h)]
+    else:
+        mla, q = model.mla, heads * (model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim)
+        low = [("attention", h, mla.q_lora_rank), ("attention", mla.q_lora_rank, q)]
+        found = low if mla.q_lora_rank else [("attention", h, q)]
+        found += [
+            ("attention", h, mla.kv_lora_rank + mla.qk_rope_head_dim),
+            ("attention", mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim)),
+            ("attention", heads * mla.v_head_dim, h),
+        ]
+    wide = model.ffn_hidden if dense else model.moe.shared_experts * model.moe.expert_hidden
+    name = "feed forward" if dense else "shared expert"
+    return [*found, (name, h, wide), (name, h, wide), (name, wide, h)] if wide else found
+
+
+def _by_operation(setup: Setup, *, dense: bool) -> float:
+    """Bytes that per-operation recomputation keeps of one block: its input, the output of the 1st, 3rd, 5th ... matrix
+    product, of attention (with log-sum-exp), and what an all-to-all brought.
+
+    Source: torchtitan's save list and "every second mm" (torchtitan/distributed/activation_checkpoint.py; the H100
+    benchmarks of 2024-12 ran it).
+    """
+    model, c = setup.run.model, setup.itemsize("attention")
+    out_heads = model.head_dim if model.attention == "gqa" else model.mla.v_head_dim
+    kept = setup.tokens * model.heads / setup.tp * (out_heads * c + FP32) + setup.local_tokens * model.hidden * c
+    for number, (*_, width) in enumerate(products(model, dense=dense), 1):
+        if number % 2:
+            tokens = setup.tokens / setup.tp  # split over TP: the width, or for what returns to the stream the tokens
+            kept += tokens * width * c
+    if not dense and setup.ep > 1:
+        kept += sum(routed_rows(setup)) * model.hidden * setup.itemsize("experts")
+    return kept
+
+
+def block(
+    setup: Setup, *, dense: bool, device: Device = "gpu", inventory: Inventory | None = None,
+    policy: Recompute | None = None,
+) -> Kept:  # fmt: skip
+    """What one block keeps per micro-batch on one rank, under the recompute policies in effect; `policy`: the plan's
+    option for this block, where it is not the same for all."""
     inventory = inventory or inventory_of(setup)
+    policy = policy or setup.options.recompute
     model = setup.run.model
     norms = 2 * setup.local_tokens * _norm(setup, model.hidden, device, inventory)
     kept_attention, short_attention = attention(setup, device, inventory)
@@ -143,9 +191,10 @@ def block(setup: Setup, *, dense: bool, device: Device = "gpu", inventory: Inven
         dropped_ffn = kept_ffn - short_ffn if setup.recompute("dense_ffn") == "full" else 0.0
     else:
         kept_ffn, dropped_ffn = moe_layer(setup, inventory)
-    if setup.whole_block:
+    if policy in ("full", "op"):
         kept_input = setup.local_tokens * model.hidden * setup.itemsize("attention")
-        return Kept(kept_input, 0.0, 0.0, again=norms + kept_attention + kept_ffn - kept_input)
+        kept = kept_input if policy == "full" else _by_operation(setup, dense=dense)
+        return Kept(kept, 0.0, 0.0, again=max(0.0, norms + kept_attention + kept_ffn - kept))
     dropped_attention = kept_attention - short_attention if setup.recompute("attention") == "full" else 0.0
     return Kept(
         norms,
@@ -158,7 +207,9 @@ def block(setup: Setup, *, dense: bool, device: Device = "gpu", inventory: Inven
 def ends(setup: Setup, stage: Stage, *, device: Device = "gpu") -> tuple[float, float]:
     """(kept, the peak beside it) of embedding, final norm, head and loss of a stage, per micro-batch.
 
-    Loss: log-probabilities in FP32 stay until the backward pass, which holds two more of that size for a moment.
+    Loss: log-probabilities in FP32 stay until the backward pass, which holds two more of that size for a moment. Fused
+    (Megatron-LM's vocab_parallel_cross_entropy): the FP32 softmax stays and becomes the gradient in place, so that
+    beside it there is only the logits' gradient in the compute dtype.
     """
     model, t = setup.run.model, setup.tokens
     inventory = inventory_of(setup)
@@ -171,6 +222,8 @@ def ends(setup: Setup, stage: Stage, *, device: Device = "gpu") -> tuple[float, 
     kept += gathered * model.hidden * setup.itemsize("embed_head")
     logits = t * model.vocab_size / setup.tp
     kept += logits * FP32
+    if inventory == "fused":
+        return kept, logits * setup.itemsize("embed_head")
     # split over TP, the loss needs one more: DTensor's loss_parallel works with a copy
     return kept, logits * (3 if setup.tp > 1 and inventory == "pdtrain" else 2) * FP32
 

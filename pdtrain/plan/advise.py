@@ -89,7 +89,7 @@ def _try(now: Estimate, name: str, change: Callable[[], Setup]) -> Change:
 
 def _changes(setup: Setup) -> Iterator[tuple[str, Callable[[], Setup]]]:
     options, train = setup.options, setup.run.train
-    for recompute in ("none", "full"):
+    for recompute in ("none", "op", "full"):
         if options.recompute != recompute:
             yield f"--recompute {recompute}", partial(_option, setup, recompute=recompute)
     for factor in (0.5, 2):

@@ -21,8 +21,6 @@ from pdtrain.plan.setup import Setup, Stage
 LINK_EFFICIENCY = {"node": 0.75, "network": 0.80}
 #: Share of the traffic of DP (ZeRO-1/2/3) and of PP that is hidden under compute where a framework overlaps it.
 OVERLAP = {"dp": 0.85, "tp": 0.0, "ep": 0.35, "cp": 0.8, "pp": 0.8}
-#: Start of one collective, in seconds.
-LATENCY = 25e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,28 +66,40 @@ def overlap(setup: Setup, group: str) -> float:
     return OVERLAP[key]
 
 
-def _crossing(setup: Setup) -> float:
+def _crossing(setup: Setup, per_node: int) -> float:
+    """Nodes that a token visits / experts that it visits, where rows for one node cross the network once.
+
+    Routing limited to groups visits at most as many nodes as groups; else k experts lie on N (1 - (1 - 1/N)^k) of the N
+    nodes of a group in the mean.
+    """
     moe = setup.run.model.moe
-    if not setup.options.node_limited or setup.ep == 1:
+    nodes = -(-setup.ep // per_node)
+    if not setup.options.node_limited or nodes == 1:
         return 1.0
-    return min(1.0, min(moe.top_groups, moe.top_k) / moe.top_k)
+    visited = nodes * (1 - (1 - 1 / nodes) ** moe.top_k)
+    if moe.groups > 1:
+        visited = min(moe.top_groups, nodes)
+    return min(1.0, visited / moe.top_k)
 
 
 class _Links:
     def __init__(self, hardware: Hardware) -> None:
-        self.per_node = hardware.devices_per_node
-        self.node = hardware.node_bandwidth * LINK_EFFICIENCY["node"]
-        self.network = hardware.network_bandwidth * LINK_EFFICIENCY["network"]
+        self.per_node, self.latency = hardware.devices_per_node, hardware.latency
+        # what a probe measured is what was reached; of a data sheet's rate only a share is
+        self.node, self.network = (
+            rate * (1.0 if f"{kind}_bandwidth" in hardware.measured else LINK_EFFICIENCY[kind])
+            for kind, rate in (("node", hardware.node_bandwidth), ("network", hardware.network_bandwidth))
+        )
 
     def ring(self, size: int, stride: int, volume: float, calls: float) -> tuple[float, float]:
         """(share across, seconds). With d members on a node, d rings share the node's d network devices."""
         across = ring_across(size, stride, self.per_node)
         if not across:
-            return 0.0, volume / self.node + calls * LATENCY
+            return 0.0, volume / self.node + calls * self.latency
         inside = max(1, min(size, self.per_node // stride)) if stride < self.per_node else 1
         # hierarchical ring: 1/inside of the volume crosses on each device's own adapter, the rest stays inside
         crossing = volume / inside
-        return 1.0 / inside, max(crossing / self.network, volume / self.node) + calls * LATENCY * 2
+        return 1.0 / inside, max(crossing / self.network, volume / self.node) + calls * self.latency * 2
 
     def all_to_all(self, size: int, volume: float, calls: float, crossing: float = 1.0) -> tuple[float, float]:
         """`crossing`: factor on the bytes between nodes, below 1 where rows for one node travel once."""
@@ -97,7 +107,7 @@ class _Links:
         inside = volume * (1 - spread(size, 1, self.per_node)) / self.node
         if crossing < 1:
             inside = volume / self.node  # what arrives once is handed on inside the node
-        return across, max(inside, volume * across / self.network) + calls * LATENCY
+        return across, max(inside, volume * across / self.network) + calls * self.latency
 
 
 def traffic(setup: Setup, stage: Stage, hardware: Hardware) -> list[Traffic]:
@@ -114,7 +124,8 @@ def traffic(setup: Setup, stage: Stage, hardware: Hardware) -> list[Traffic]:
     if setup.tp > 1:
         calls = (4.0 * stage.dense + 2 * stage.moe) * batches * 2  # a MoE layer keeps the sequence split
         calls += (2 * batches if stage.head else 0) + (batches if stage.embedding else 0)
-        passes = 2 if setup.whole_block else 1
+        # a repeated block gathers and reduces again; of repeated operations only the gathers: what was reduced is kept
+        passes = 1.5 if setup.options.recompute == "op" else 1 + setup.repeated_blocks
         calls *= (1 + passes) / 2
         volume = calls * (setup.tp - 1) / setup.tp * setup.tokens * h * c
         add("all-gather / reduce-scatter", "TP", setup.tp, calls, volume, links.ring(setup.tp, 1, volume, calls))
@@ -127,19 +138,19 @@ def traffic(setup: Setup, stage: Stage, hardware: Hardware) -> list[Traffic]:
         add("ring of keys and values", "CP", setup.cp, calls, volume, links.ring(setup.cp, setup.tp, volume, calls))
     if setup.ep > 1 and stage.moe:
         leaving, arriving = routed_rows(setup)
-        again = 2.0 if setup.whole_block else 0.0
+        again = 2.0 * setup.repeated_blocks
         calls = (4.0 + again) * stage.moe * batches
         item: float = setup.itemsize("experts")
         first = setup.options.dispatch_bytes or item  # dispatch forward only: what comes back is summed
         per_entry = item * (3 + again / 2) + first * (1 + again / 2)
         volume = per_entry * stage.moe * batches * max(leaving, arriving) * h * (1 - 1 / setup.ep)
-        timing = links.all_to_all(setup.ep, volume, calls, _crossing(setup))
+        timing = links.all_to_all(setup.ep, volume, calls, _crossing(setup, links.per_node))
         add("all-to-all (dispatch, combine)", "EP", setup.ep, calls, volume, timing)
     if setup.pp > 1:
         calls = 2.0 * batches * setup.options.virtual
         volume = calls * setup.local_tokens * h * c
         rate = links.network if setup.stage_ranks >= links.per_node else links.node
-        add("send / receive", "PP", setup.pp, calls, volume, (1.0, volume / rate + calls * LATENCY))
+        add("send / receive", "PP", setup.pp, calls, volume, (1.0, volume / rate + calls * hardware.latency))
     found += _data_parallel(setup, stage, links)
     return found
 

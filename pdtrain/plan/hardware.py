@@ -1,4 +1,5 @@
-"""What a device can do: the catalogue (hardware.toml), and measured links that replace its numbers."""
+"""What a device can do: the catalogue (hardware.toml), a file of the same form (`pdtrain sweep --calibrate` writes it),
+and measured links that replace its numbers."""
 
 from __future__ import annotations
 
@@ -6,20 +7,31 @@ import functools
 import importlib.resources
 import json
 import tomllib
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from diag.errors import UsageError
+from pdtrain.plan.files import read_regular
 
 DEFAULT = "h100-sxm"
 #: Largest probe file that is read.
 PROBE_LIMIT_BYTES = 64 << 20
+#: The same of a hardware file.
+HARDWARE_LIMIT_BYTES = 1 << 20
+#: An all_reduce of so few bytes takes as long as one of none.
+SMALL_BYTES = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One kind of device. Rates in FLOP/s and byte/s, one direction; `measured` names what a probe replaced."""
+    """One kind of device. Rates in FLOP/s and byte/s, one direction; `measured` names what a probe replaced.
+
+    latency: seconds that starting one collective costs. block_overhead: seconds of the host per block and micro-batch,
+    forward and backward, that no device work hides; step_overhead: the same per optimizer step. The catalogue takes the
+    latter two as 0: a GPU that is busy hides them.
+    """
 
     key: str
     name: str
@@ -35,6 +47,9 @@ class Hardware:
     date: str
     match: tuple[str, ...] = ()
     measured: tuple[str, ...] = ()
+    latency: float = 25e-6
+    block_overhead: float = 0.0
+    step_overhead: float = 0.0
 
     def peak(self, dtype: str) -> float:
         """Dense peak of a compute dtype."""
@@ -52,43 +67,102 @@ def catalogue() -> dict[str, Hardware]:
 
 
 def named(name: str | None) -> Hardware:
-    """The device called `name` (a key, or a part of a marketing name); absent: the default.
+    """The device called `name` (a key, or a part of a marketing name), or described by the TOML file of that name;
+    absent: the default.
 
     Raises:
-        UsageError: the catalogue has no such device.
+        UsageError: the catalogue has no such device, or the file does not describe one.
     """
     known = catalogue()
     if name is None:
         return known[DEFAULT]
+    if name.endswith(".toml") or "/" in name:
+        return read_hardware(Path(name))
     wanted = name.lower()
     if wanted in known:
         return known[wanted]
     for device in known.values():
         if any(fragment.lower() in wanted for fragment in device.match):
             return device
-    raise UsageError(f"--hardware {name!r} is not in the catalogue; use {', '.join(known)}")
+    raise UsageError(f"--hardware {name!r} is not in the catalogue; use {', '.join(known)}, or a .toml file that "
+                     "`pdtrain sweep --calibrate` wrote")
+
+
+def read_hardware(path: Path) -> Hardware:
+    """The first table of a TOML file in the catalogue's form.
+
+    Raises:
+        UsageError: no such file, or a number that is missing, unknown or not positive.
+    """
+    where = f"--hardware {path}"
+    try:
+        tables = tomllib.loads(read_regular(path, HARDWARE_LIMIT_BYTES, where).decode())
+    except FileNotFoundError:
+        raise UsageError(f"{where}: no such file; `pdtrain sweep --calibrate {path}` writes one") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where}: not valid TOML: {error}") from None
+    key, table = next(iter(tables.items()), ("", None))
+    if not isinstance(table, dict):
+        raise UsageError(f"{where}: holds no table of a device; `pdtrain sweep --calibrate FILE` writes one")
+    rows = {field.name: field for field in fields(Hardware) if field.name not in ("key", "measured", "match")}
+    if unknown := sorted(set(table) - set(rows) - {"match"}):
+        raise UsageError(f"{where}: [{key}] has an unknown key {unknown[0]!r}; its keys are {', '.join(rows)}")
+    values: dict[str, Any] = {}
+    for name, row in rows.items():
+        value = table.get(name)
+        if value is None and row.default is not MISSING:
+            continue
+        if name in ("name", "source", "date"):
+            values[name] = str(value or "")
+        elif name == "flops":
+            found = {k: _positive(v) for k, v in value.items()} if isinstance(value, dict) else {}
+            if set(found) != {"bf16", "fp32"} or not all(found.values()):
+                raise UsageError(f"{where}: flops must be {{ bf16 = FLOP/s, fp32 = FLOP/s }}")
+            values[name] = found
+        elif not _positive(value) and not (value == 0 and row.default == 0):
+            raise UsageError(f"{where}: {name} = {value!r} is no positive number")
+        else:
+            values[name] = int(_positive(value)) if name == "devices_per_node" else _positive(value)
+    return Hardware(key=str(key), **values)
+
+
+def write_hardware(hardware: Hardware, path: Path) -> None:
+    """`hardware` as a file for `--hardware`, replaced as one step.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    import os
+
+    import tomli_w
+
+    table = {name: value for name, value in asdict(hardware).items() if name not in ("key", "match", "measured")}
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        scratch.write_text(tomli_w.dumps({hardware.key: table}), encoding="utf-8")
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def with_probe(hardware: Hardware, path: Path) -> Hardware:
-    """`hardware` with the link rates that `pdtrain diag comm --json` measured, or that a file states itself.
+    """`hardware` with the link rates that `pdtrain diag comm --save FILE` measured, or that a file states itself.
 
-    The file is a JSON object. `links`: [{src, dst, bytes_per_second}], ranks 8 to a node (or `ranks_per_node`); the
-    median inside and across nodes is taken. `rates` may state {node_bandwidth, network_bandwidth, memory_bandwidth,
+    The file is a JSON object (docs/comm.md). `links`: [{src, dst, bytes_per_second}], ranks 8 to a node (or
+    `ranks_per_node`); the median inside and across nodes is taken. `rows`: the smallest all_reduce is the start of a
+    collective. `rates` may state {node_bandwidth, network_bandwidth, memory_bandwidth,
     flops: {bf16}} directly.
 
     Raises:
         UsageError: no such file, or nothing in it that could be used.
     """
     try:
-        if path.stat().st_size > PROBE_LIMIT_BYTES:
-            raise UsageError(f"--probe {path}: larger than {PROBE_LIMIT_BYTES:,} bytes; is it a probe's JSON?")
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_regular(path, PROBE_LIMIT_BYTES, f"--probe {path}").decode())
     except FileNotFoundError:
-        raise UsageError(f"--probe {path}: no such file; `pdtrain diag comm --json > {path}` writes one") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--probe {path}: cannot be read: {error}") from None
+        raise UsageError(f"--probe {path}: no such file; `pdtrain diag comm --save {path}` writes one") from None
     except (ValueError, RecursionError):
-        raise UsageError(f"--probe {path}: not JSON; `pdtrain diag comm --json > {path}` writes it") from None
+        raise UsageError(f"--probe {path}: not JSON; `pdtrain diag comm --save {path}` writes it") from None
     rates = _rates(data if isinstance(data, dict) else {}, hardware.devices_per_node)
     if not rates:
         raise UsageError(f"--probe {path}: holds neither `links` nor `rates`; use the JSON of `pdtrain diag comm`")
@@ -113,6 +187,8 @@ def _rates(data: dict[str, Any], per_node: int) -> dict[str, Any]:
         found["node_bandwidth"] = statistics.median(inside)
     if across:
         found["network_bandwidth"] = statistics.median(across)
+    if latency := min(_starts(data), default=0.0):
+        found["latency"] = latency
     stated = data.get("rates")
     if not isinstance(stated, dict):
         return found
@@ -124,6 +200,15 @@ def _rates(data: dict[str, Any], per_node: int) -> dict[str, Any]:
         if flops and all(flops.values()):
             found["flops"] = {"bf16": 0.0, "fp32": 0.0} | flops
     return found
+
+
+def _starts(data: dict[str, Any]) -> Iterator[float]:
+    """Seconds of the probe's all_reduces of next to nothing: what one collective costs to start."""
+    rows = data.get("rows")
+    for row in rows if isinstance(rows, list) else []:
+        small = isinstance(row, dict) and 0 < _positive(row.get("bytes")) <= SMALL_BYTES
+        if small and row.get("operation") == "all_reduce" and (seconds := _positive(row.get("median_seconds"))):
+            yield seconds
 
 
 def _positive(value: Any) -> float:

@@ -30,7 +30,8 @@ from pdtrain.parallel.tensor import vocabulary_parallel_loss
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Bytes at the peak of a step: kinds as MemTracker names them, and their sum; `gradients` after backward."""
+    """Bytes of states between steps (`parameters`, `gradients` after backward, `optimizer`), and at the peak of a step
+    what MemTracker counts beside them; `total` is its sum of everything."""
 
     parameters: int
     optimizer: int
@@ -85,13 +86,16 @@ def measure(run: Run, rank: int = 0) -> Measured:
         with tracker:
             step()
         kinds = _kinds(tracker)
+        held = sum(_bytes(p) for row in rows.values() for p in row.parameters)
     finally:
         if world > 1:
             dist.destroy_process_group()
         gc.collect()
     return Measured(
-        parameters=kinds["PARAM"], optimizer=kinds["OPT"], gradients=gradients, activations=kinds["ACT"],
-        buffers=kinds["BUFFER"], other=kinds["TEMP"] + kinds["OTH"] + kinds.get("GRAD", 0), total=kinds["Total"],
+        parameters=held, optimizer=kinds["OPT"], gradients=gradients, activations=kinds["ACT"],
+        buffers=kinds["BUFFER"], total=kinds["Total"],
+        # what is gathered or copied at the peak is counted as parameters there, padding of uneven shards included
+        other=kinds["TEMP"] + kinds["OTH"] + kinds.get("GRAD", 0) + kinds["PARAM"] - held,
     )  # fmt: skip
 
 

@@ -53,9 +53,11 @@ def of_stage(setup: Setup, stage: Stage, *, device: Device = "gpu") -> Memory:
     kept = again = 0.0
     for dense, count in ((True, stage.dense), (False, stage.moe)):
         if count:
-            block = activations.block(setup, dense=dense, device=device)
-            kept += count * block.total
-            again = max(again, block.again)
+            kinds = (0, 1) if setup.options.recompute == "alternate" else (0,)  # blocks that differ in what they keep
+            for index in kinds:
+                block = activations.block(setup, dense=dense, device=device, policy=setup.block_policy(index))
+                kept += count / len(kinds) * block.total
+                again = max(again, block.again)
     ends, beside = activations.ends(setup, stage, device=device)
     # the loss is computed and given back within one micro-batch: only its embedding part flies
     moving = setup.tokens * activations.INDEX if stage.embedding else 0.0

@@ -13,7 +13,7 @@ import msgspec
 
 from pdtrain.config.load import load_run
 from pdtrain.config.resolved import fill
-from pdtrain.config.schema import Model, Run
+from pdtrain.config.schema import Model, Moe, Run
 from pdtrain.plan.estimate import estimate
 from pdtrain.plan.hardware import named
 from pdtrain.plan.setup import Options, Setup
@@ -21,21 +21,31 @@ from pdtrain.plan.setup import Options, Setup
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One published result. Tokens per second and device; memory in GiB where the source states it."""
+    """One published result. Tokens per second and device, memory in GiB, where the source states them.
+
+    blind_speed, blind_gib: what was predicted before anything was changed for the row, for rows that came after the
+    constants.
+    """
 
     name: str
     hardware: str
     source: str
-    reported: float
+    reported: float | None
     predicted: float
     reported_gib: float | None
     predicted_gib: float
     mfu: float
+    blind_speed: float | None = None
+    blind_gib: float | None = None
 
     @property
-    def error(self) -> float:
+    def blind(self) -> bool:
+        return self.blind_speed is not None or self.blind_gib is not None
+
+    @property
+    def error(self) -> float | None:
         """Predicted / reported speed - 1."""
-        return self.predicted / self.reported - 1
+        return None if self.reported is None else self.predicted / self.reported - 1
 
     @property
     def memory_error(self) -> float | None:
@@ -53,8 +63,8 @@ def _predict(row: dict[str, Any]) -> Row:
     found = estimate(setup_of(row), hardware)
     speed = found.setup.tokens_per_step / found.times.step / found.setup.ranks
     return Row(
-        row["name"], row["hardware"], row["source"], row["tokens_per_second"], speed, row.get("memory_gib"),
-        found.worst.total / 2**30, found.mfu,
+        row["name"], row["hardware"], row["source"], row.get("tokens_per_second"), speed, row.get("memory_gib"),
+        found.worst.total / 2**30, found.mfu, row.get("blind_speed"), row.get("blind_gib"),
     )  # fmt: skip
 
 
@@ -63,7 +73,11 @@ def setup_of(row: dict[str, Any]) -> Setup:
     base = load_run(preset=row["preset"]) if "preset" in row else Run()
     model = base.model
     if "model" in row:
-        model = msgspec.convert(row["model"] | {"dense_layers": row["model"]["layers"]}, Model)
+        changed = row["model"] if "preset" in row else {"dense_layers": row["model"]["layers"]} | row["model"]
+        model = msgspec.convert(msgspec.to_builtins(model) | changed, Model)
+        if "moe" in changed:
+            moe = msgspec.to_builtins(base.model.moe) | changed["moe"]
+            model = msgspec.structs.replace(model, moe=msgspec.convert(moe, Moe))
     replace = msgspec.structs.replace
     run = replace(
         base,
@@ -83,29 +97,60 @@ def setup_of(row: dict[str, Any]) -> Setup:
     options = Options(
         recompute=row["recompute"], schedule=row.get("schedule", "1f1b"), node_limited=row.get("node_limited", False),
         dispatch_bytes=1.03125 if row.get("fp8_dispatch") else None, virtual=row.get("virtual", 1),
+        sharding=row.get("sharding"), states=row.get("states"), kernels=row.get("kernels"),
     )  # fmt: skip
     return Setup(fill(run), options)
 
 
 def median_error(found: list[Row]) -> float:
-    """Median of the absolute error of the speed."""
-    return statistics.median(abs(row.error) for row in found)
+    """Median of the absolute error of the speed, of the rows that state one."""
+    return statistics.median(abs(row.error) for row in found if row.error is not None)
+
+
+def blind_table(found: list[Row]) -> Iterator[str]:
+    """Markdown: the rows that came after the constants, with what was predicted before any change for them."""
+    yield "| published result | device | what | reported | blind | error | now | error | source |"
+    yield "|---|---|---|---:|---:|---:|---:|---:|---|"
+    errors: dict[str, list[tuple[float, float]]] = {"speed": [], "memory": []}
+    for row in found:
+        for what, reported, then, now in (
+            ("speed", row.reported, row.blind_speed, row.predicted),
+            ("memory", row.reported_gib, row.blind_gib, row.predicted_gib),
+        ):
+            if reported is None or then is None:
+                continue
+            unit, digits = ("tok/s", 0) if what == "speed" else ("GiB", 1)
+            errors[what].append((abs(then / reported - 1), abs(now / reported - 1)))
+            yield (
+                f"| {row.name} | {row.hardware} | {unit} | {reported:,.{digits}f} | {then:,.{digits}f} | "
+                f"{then / reported - 1:+.0%} | {now:,.{digits}f} | {now / reported - 1:+.0%} | {row.source} |"
+            )
+    yield ""
+    parts = []
+    for what, pairs in errors.items():
+        then, now = (statistics.median(column) for column in zip(*pairs, strict=True))
+        worst = max(pair[0] for pair in pairs), max(pair[1] for pair in pairs)
+        parts.append(
+            f"{what}: {then:.0%} blind (worst {worst[0]:.0%}), {now:.0%} after the changes (worst {worst[1]:.0%})"
+        )
+    yield f"Median absolute error of these, {'; '.join(parts)}."
 
 
 def table(found: list[Row]) -> Iterator[str]:
-    """Markdown: predicted against reported, every row."""
+    """Markdown: predicted against reported, every row that the constants were set on."""
+    found = [row for row in found if not row.blind]
     yield "| published result | device | reported tok/s | predicted | error | reported GiB | predicted | source |"
     yield "|---|---|---:|---:|---:|---:|---:|---|"
     for row in found:
         memory = f"{row.reported_gib:g}" if row.reported_gib else "-"
+        speed = f"{row.reported or 0:,.0f} | {row.predicted:,.0f} | {row.error or 0:+.0%}"
         yield (
-            f"| {row.name} | {row.hardware} | {row.reported:,.0f} | {row.predicted:,.0f} | {row.error:+.0%} | {memory} "
-            f"| {row.predicted_gib:.1f} | {row.source} |"
+            f"| {row.name} | {row.hardware} | {speed} | {memory} | {row.predicted_gib:.1f} | {row.source} |"
         )
     yield ""
-    worst = max(abs(row.error) for row in found)
+    worst = max(abs(row.error or 0) for row in found)
     yield f"Median absolute error of the speed: {median_error(found):.1%}; worst {worst:.0%}."
 
 
 if __name__ == "__main__":
-    print("\n".join(table(rows())))
+    print("\n".join([*table(rows()), "", *blind_table(rows())]))

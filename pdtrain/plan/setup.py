@@ -13,11 +13,16 @@ from pdtrain.config.resolved import TENSOR_ROWS
 from pdtrain.config.schema import Run
 
 Sharding = Literal["none", "zero1", "zero2", "zero3"]
-Recompute = Literal["none", "selective", "full"]
+#: selective: core attention (nothing with flash attention); op: every second matrix product and all that is no product
+#: (torchtitan's "selective op"); alternate: every second block whole; full: every block whole.
+Recompute = Literal["none", "selective", "op", "alternate", "full"]
 Schedule = Literal["1f1b", "interleaved", "zero-bubble", "dualpipe"]
 StateScheme = Literal["fsdp", "megatron"]
+Kernels = Literal["eager", "fused"]
+#: Blocks that a plan walks through one by one.
+MOST_LAYERS = 10_000
 SHARDINGS: tuple[Sharding, ...] = ("none", "zero1", "zero2", "zero3")
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "op", "alternate", "full")
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved", "zero-bubble", "dualpipe")
 DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 
@@ -36,6 +41,8 @@ class Options:
     dispatch_bytes: bytes per element that dispatch sends forward (1: FP8); None: the experts' compute dtype.
     node_limited: rows for several experts of one node cross the network once, and a token visits at most
         model.moe.top_groups nodes (DeepEP, arXiv 2412.19437 3.2.2).
+    kernels: eager, as pdtrain's modules run, or fused, as Megatron-LM's and Transformer Engine's; None: eager where the
+        states are kept as pdtrain keeps them.
     overlap: share of traffic that compute hides, by group (ep, tp, dp ...), where it is known.
     """
 
@@ -51,6 +58,7 @@ class Options:
     flash: bool = True
     dispatch_bytes: float | None = None
     node_limited: bool = False
+    kernels: Kernels | None = None
     overlap: tuple[tuple[str, float], ...] = ()
 
 
@@ -68,6 +76,8 @@ class Setup:
 
     def problem(self) -> str | None:
         """Why this layout cannot be, beyond what the configuration's own rules find; None: it can."""
+        if self.run.model.layers > MOST_LAYERS:
+            return f"model.layers = {self.run.model.layers}: a plan is made for at most {MOST_LAYERS:,} blocks"
         context, dp_context = self.options.context, self.stage_ranks // self.tp
         if dp_context % context:
             return f"--context {context} does not divide the {dp_context} data-parallel ranks of TP {self.tp}"
@@ -178,10 +188,16 @@ class Setup:
         return str(getattr(self.run.modules, row).recompute)
 
     @property
-    def whole_block(self) -> bool:
-        """Recompute "full" from the plan's option: only each block's input is kept (the run's own rows recompute
+    def repeated_blocks(self) -> float:
+        """Share of the blocks of which only the input is kept, by the plan's option (the run's own rows recompute
         module by module)."""
-        return self.options.recompute == "full"
+        return {"full": 1.0, "alternate": 0.5}.get(self.options.recompute or "", 0.0)
+
+    def block_policy(self, index: int) -> Recompute | None:
+        """The plan's recompute option for one block of a stage: alternate is full or none."""
+        if self.options.recompute == "alternate":
+            return "full" if index % 2 else "none"
+        return self.options.recompute
 
     def dtype(self, row: str) -> str:
         own = getattr(self.run.modules, row).dtype
@@ -201,8 +217,8 @@ class Setup:
             found.append(f"optimizer sharding {self.sharding} (it trains zero3, or none with parallel.fsdp = false)")
         if self.cp > 1:
             found.append("context parallel")
-        if self.options.recompute == "selective":
-            found.append('recompute "selective"')
+        if self.options.recompute in ("selective", "op", "alternate"):
+            found.append(f'recompute "{self.options.recompute}"')
         if self.states == "megatron" and self.run.precision.all == "bf16":
             found.append("weights kept in BF16 beside an FP32 master copy")
         if self.run.pools.update_ranks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -15,9 +16,14 @@ import tomli_w
 from diag.errors import UsageError
 from pdtrain.config.load import Loaded, parse_run, presets, read_run
 from pdtrain.config.mistakes import show
+from pdtrain.plan.files import read_regular
 
 #: Largest file that is read as a configuration.
 LIMIT_BYTES = 4 << 20
+#: Of a number in a foreign configuration: what is more is a mistake, not a model.
+LARGEST = 1 << 40
+#: As parallel.ranks.
+MOST_DEVICES = 1 << 20
 
 
 def read_source(
@@ -47,6 +53,8 @@ def read_source(
 
 def _freed(loaded: Loaded, gpus: int) -> Loaded:
     run, replace = loaded.run, msgspec.structs.replace
+    if gpus > MOST_DEVICES:
+        raise UsageError(f"--gpus {gpus}: a plan is made for at most {MOST_DEVICES:,} devices")
     batch, warnings = run.train.train_batch or 1, loaded.warnings
     if batch < gpus:
         warnings = (*warnings, f"train.train_batch = {batch} gives {gpus} devices nothing to do: swept with {2 * gpus}")
@@ -57,11 +65,9 @@ def _freed(loaded: Loaded, gpus: int) -> Loaded:
 
 def _text(path: Path) -> str:
     try:
-        if path.stat().st_size > LIMIT_BYTES:
-            raise UsageError(f"{path}: larger than {LIMIT_BYTES >> 20} MiB; not a configuration")
-        return path.read_bytes().decode("utf-8-sig", errors="replace")
-    except OSError:
-        return ""  # read_run says what is wrong with the path
+        return read_regular(path, LIMIT_BYTES, show(str(path))).decode("utf-8-sig", errors="replace")
+    except FileNotFoundError:
+        return ""  # read_run offers the preset of that name
 
 
 def _foreign(path: Path, text: str) -> tuple[dict[str, Any], list[str]] | None:
@@ -90,8 +96,11 @@ class _Keys:
             value = self.data.get(name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 0:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0 <= value < math.inf or value != int(value):
                 raise UsageError(f"{self.where}: {name} = {show(value)} is no whole number")
+            if value > LARGEST:
+                raise UsageError(f"{self.where}: {name} = {show(value)} is larger than any model; at most {LARGEST:,}")
             return int(value)
         if default is None:
             raise UsageError(f"{self.where}: has no {' or '.join(names)}")
@@ -124,7 +133,7 @@ def from_hugging_face(data: dict[str, Any], where: str) -> tuple[dict[str, Any],
         expert_hidden = keys.whole("moe_intermediate_size", default=ffn)
         shared = keys.whole("n_shared_experts", default=0)
         wide = keys.whole("shared_expert_intermediate_size", default=0)
-        if wide and not shared:
+        if wide and not shared and expert_hidden:
             shared = max(1, round(wide / expert_hidden))
             if shared * expert_hidden != wide:
                 warnings.append(f"{where}: shared expert of {wide} taken as {shared} x {expert_hidden}")
@@ -219,7 +228,7 @@ def from_megatron(arguments: dict[str, Any], where: str) -> tuple[dict[str, Any]
         model["dense_layers"] = int(dense[1] or 1) if dense else 0
         model["moe"] = {
             "experts": experts, "top_k": keys.whole("moe_router_topk", default=2), "expert_hidden": expert_hidden,
-            "shared_experts": round(wide / expert_hidden) if wide else 0,
+            "shared_experts": round(wide / expert_hidden) if wide and expert_hidden else 0,
             "groups": keys.whole("moe_router_num_groups", default=1),
             "top_groups": keys.whole("moe_router_group_topk", default=1),
         }  # fmt: skip

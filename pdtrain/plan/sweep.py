@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -71,7 +71,7 @@ class Sweep:
 
 def sweep(
     run: Run, options: Options, hardware: Hardware, memory_bytes: float, *, trainable: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    micro_batches: Sequence[int] = MICRO_BATCHES, progress: Callable[[int, int], None] | None = None,
 ) -> Sweep:  # fmt: skip
     """All layouts of `run.parallel.ranks` devices.
 
@@ -82,7 +82,7 @@ def sweep(
     for index, (pp, tp, ep, cp) in enumerate(grid := list(_degrees(run, options, hardware, trainable))):
         if progress is not None:
             progress(index, len(grid))
-        _layout(found, run, options, hardware, (pp, tp, ep, cp), trainable=trainable)
+        _layout(found, run, options, hardware, (pp, tp, ep, cp), micro_batches, trainable=trainable)
     found.candidates.sort(key=lambda item: (item.step, item.worst))
     found.candidates = _pareto(found.candidates)
     return found
@@ -100,8 +100,8 @@ def _degrees(run: Run, options: Options, hardware: Hardware, trainable: bool) ->
 
 
 def _layout(
-    found: Sweep, run: Run, options: Options, hardware: Hardware, degrees: tuple[int, int, int, int], *,
-    trainable: bool,
+    found: Sweep, run: Run, options: Options, hardware: Hardware, degrees: tuple[int, int, int, int],
+    micro_batches: Sequence[int], *, trainable: bool,
 ) -> None:  # fmt: skip
     pp, tp, ep, cp = degrees
     label = f"PP{pp} TP{tp} EP{ep}" + (f" CP{cp}" if cp > 1 else "")
@@ -120,7 +120,7 @@ def _layout(
         return
     shardings: list[Sharding] = ["none", "zero3"] if trainable else ["zero1", "zero3"] if pp == 1 else ["zero1"]
     recomputes: list[Recompute | None] = [None] if trainable else ["none", "full"]
-    for micro, sharding, recompute in itertools.product(MICRO_BATCHES, shardings, recomputes):
+    for micro, sharding, recompute in itertools.product(micro_batches, shardings, recomputes):
         own = f"{label} {sharding} micro-batch {micro}" + (f" recompute {recompute}" if recompute else "")
         found.tried += 1
         timed = _timed(found, own, changed, options, hardware, micro, sharding, recompute, cp)

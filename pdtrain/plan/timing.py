@@ -106,8 +106,10 @@ def head_forward(setup: Setup, hardware: Hardware) -> float:
 
 def _recompute_share(setup: Setup, seconds: dict[str, float], *, dense: bool) -> float:
     """Seconds of a block's forward pass that the backward pass repeats."""
-    if setup.whole_block:
-        return sum(seconds.values())
+    if setup.repeated_blocks:
+        return sum(seconds.values()) * setup.repeated_blocks
+    if setup.options.recompute == "op":
+        return seconds["element-wise"] + _second_products(setup, seconds, dense=dense)
     total = 0.0
     policy = setup.recompute("attention")
     if policy == "full":
@@ -123,6 +125,18 @@ def _recompute_share(setup: Setup, seconds: dict[str, float], *, dense: bool) ->
     return total
 
 
+def _second_products(setup: Setup, seconds: dict[str, float], *, dense: bool) -> float:
+    """Seconds of every second matrix product, and of the experts' grouped ones, which are all repeated."""
+    products = activations.products(setup.run.model, dense=dense)
+    found = sum(seconds.get(name, 0.0) for name in ("experts", "router"))
+    for module in ("attention", "feed forward" if dense else "shared expert"):
+        own = [(number, rows * columns) for number, (name, rows, columns) in enumerate(products, 1) if name == module]
+        total = sum(size for _, size in own)
+        if total:
+            found += seconds[module] * sum(size for number, size in own if number % 2 == 0) / total
+    return found
+
+
 def stage_pass(setup: Setup, hardware: Hardware, stage: Stage) -> tuple[float, float]:
     """(seconds, of which recomputation) of one micro-batch forward and backward through one stage, compute alone."""
     total = again = 0.0
@@ -136,7 +150,7 @@ def stage_pass(setup: Setup, hardware: Hardware, stage: Stage) -> tuple[float, f
         repeated = _recompute_share(setup, seconds, dense=dense)
         # flash attention's backward pass recomputes scores: 2.5 times its forward pass
         once = heavy * 3 + 0.5 * core + light * (1 + BACKWARD_PASSES / FORWARD_PASSES) + repeated
-        total += count * once
+        total += count * (once + hardware.block_overhead)
         again += count * repeated
     if stage.head:
         total += 3 * head_forward(setup, hardware)
@@ -175,6 +189,7 @@ def times(setup: Setup, hardware: Hardware) -> tuple[Times, list[Traffic]]:
             # only its share of weights and gradients
             moved_states = held.optimizer * 1.75
         optimizer = moved_states * OPTIMIZER_PASSES / (hardware.memory_bandwidth * MEMORY_EFFICIENCY)
+    optimizer += hardware.step_overhead
     found = Times(seconds * batches, again * batches, per_batch * batches + exposed_dp, idle, optimizer)
     return found, moved
 

@@ -60,12 +60,13 @@ def units(setup: Setup, stage: Stage, device: Device) -> Iterator[Unit]:
     for index in range(stage.layers):
         dense = index < stage.dense
         block = states.block_tensors(model, dense=dense)
-        kept = activations.block(setup, dense=dense, device=device, inventory=inventory)
+        policy = setup.block_policy(index)
+        kept = activations.block(setup, dense=dense, device=device, inventory=inventory, policy=policy)
 
         def of(row: str, block: list[states.Tensor] = block) -> list[states.Tensor]:
             return [tensor for tensor in block if tensor.row == row and tensor.trained]
 
-        if setup.whole_block:
+        if policy in ("full", "op"):
             yield _unit(setup, "norm", of("norm"), kept=kept.norms, again=kept.again)
             first, second = 0.0, 0.0
             again_first = again_second = 0.0

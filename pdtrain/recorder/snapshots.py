@@ -100,6 +100,36 @@ class _After:
             self.then()
 
 
+def _tracker(root: nn.Module) -> Any:
+    """A MemTracker that lives through several forward passes of `root`: one per micro-batch of a step.
+
+    torch's own raises at the second one. `kept` holds (peak by device, parameter bytes, output bytes) per module, the
+    peak of the fullest pass.
+    """
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    class Tracker(MemTracker):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: dict[str, tuple[dict[Any, int], int, int]] = {}
+
+        def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
+            if module is root and module in self.memory_tracking and not self._mod_tracker.is_bw:
+                self.keep()
+                self.reset_mod_stats()
+            super()._pre_fw_hook(module, inputs)
+
+        def keep(self) -> None:
+            for stats in self.memory_tracking.values():
+                most = {device: int(size) for device, size in stats.local_peak.items()}
+                if stats.mod_fqn in self.kept:
+                    for device, size in self.kept[stats.mod_fqn][0].items():
+                        most[device] = max(size, most.get(device, 0))
+                self.kept[stats.mod_fqn] = most, int(stats.parameter_mem), int(stats.output_mem)
+
+    return Tracker()
+
+
 class _ModulePeaks:
     """torch's MemTracker around one step on CPU, written as JSON."""
 
@@ -109,9 +139,7 @@ class _ModulePeaks:
 
     def __enter__(self) -> None:
         try:
-            from torch.distributed._tools.mem_tracker import MemTracker
-
-            tracker = MemTracker()
+            tracker = _tracker(self.external[0])
             tracker.track_external(*self.external)
             tracker.__enter__()
             self.tracker = tracker
@@ -133,9 +161,9 @@ class _ModulePeaks:
         device = self.capture.device
         peak = {str(getattr(kind, "value", kind)): int(held)
                 for kind, held in self.tracker.get_tracker_snapshot("peak").get(device, {}).items()}
-        modules = [{"module": stats.mod_fqn, "peak_bytes": int(stats.local_peak.get(device, 0)),
-                    "parameter_bytes": int(stats.parameter_mem), "output_bytes": int(stats.output_mem)}
-                   for stats in self.tracker.memory_tracking.values()]
+        self.tracker.keep()
+        modules = [{"module": name, "peak_bytes": most.get(device, 0), "parameter_bytes": parameters,
+                    "output_bytes": output} for name, (most, parameters, output) in self.tracker.kept.items()]
         total = peak.pop("Total", sum(peak.values()))
         return {"schema": SCHEMA, "rank": self.capture.rank, "step": self.step, "device": str(device),
                 "peak_bytes": total, "by_kind": {k: v for k, v in peak.items() if v}, "modules": modules}
