@@ -57,8 +57,9 @@ def _unreadable(path: str, name: str, error: ArtefactError) -> Report:
         return build_report([], inputs=[Input(path=path, format=name, problem=problem, readable=False)])
     cause = "ckpt_hostile" if "hostile" in problem or "outside of the checkpoint" in problem else \
         "ckpt_missing_shard" if "LFS" in problem else "ckpt_corrupt"
-    file, _, _ = problem.partition(": ")
-    where = Path(path) / file if Path(path).is_dir() else Path(path)
+    folder = Path(path).is_dir()
+    file = problem.partition(": ")[0] if folder else Path(path).name
+    where = Path(path) / file if folder else Path(path)
     finding = Finding(cause=cause, severity="error", role="root", confidence=1.0, summary=f"{path}: {problem}",
                       where=Where(file=file if where.exists() else None),
                       evidence=[Evidence(path=str(where), text=problem)], numbers={"check": "metadata"})

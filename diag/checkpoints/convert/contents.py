@@ -109,10 +109,23 @@ def load(path: Path, *, format: str | None = None, weights_only: bool = False) -
     _gather_facts(contents, checkpoints[0], folder)
     if not any(e.states.keys() & {"weight", "master"} for e in contents.entries.values()):
         raise ArtefactError(f"{path}: holds no weights")
+    _leave_positions(contents)
     for entry in contents.entries.values():
         if not entry.states.keys() & {"weight", "master"}:
             raise ArtefactError(f"{path}: there are optimizer states of {entry.name} and no weight of that name")
     return contents
+
+
+def _leave_positions(contents: Contents) -> None:
+    """States that are kept by a parameter's position, not by its name, as torch.optim numbers them: which parameter
+    is meant, only the model's code knows. They stay behind."""
+    lone = [name for name, entry in contents.entries.items()
+            if not entry.states.keys() & {"weight", "master"} and name.rpartition(".")[2].isdigit()]
+    for name in lone:
+        del contents.entries[name]
+    if lone:
+        contents.dropped.append(f"the optimizer's states of {len(lone):,} parameters: kept by position, which the "
+                                "model's code decides, not by name")
 
 
 def home_of(checkpoint: Checkpoint) -> Path:

@@ -21,6 +21,7 @@ from types import ModuleType
 
 from diag.checkpoints.canonical import Checkpoint
 from diag.checkpoints.files import Folder
+from diag.checkpoints.steps import TRACKERS
 from diag.errors import ArtefactError, UsageError
 
 READERS = ("pdtrain_run", "megatron_dist", "olmo", "dcp", "universal", "deepspeed", "megatron_legacy", "safetensors",
@@ -52,13 +53,17 @@ class Place:
 
 
 def place_of(path: object) -> Place:
-    """`path` as a place. Raises `UsageError` when nothing is there."""
+    """`path` as a place; a tracker stands for the steps beside it. Raises `UsageError` when nothing is there."""
+    if not str(path):
+        raise UsageError("the path of the checkpoint is empty")
     given = Path(str(path))
     try:
         if given.is_dir():
             return Place(given, "", frozenset(os.listdir(given)))  # noqa: PTH208 - names only, no stat per entry
         if given.exists() and not given.is_file():  # opening a pipe would wait for its writer
             raise UsageError(f"{given}: is neither a file nor a folder")
+        if given.exists() and given.name in TRACKERS:
+            return place_of(given.parent)
         if given.exists():
             return Place(given.parent, given.name, frozenset({given.name}))
     except OSError as error:

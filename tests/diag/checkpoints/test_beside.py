@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,15 @@ OOM = ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. 
        "GiB of which 1.00 GiB is free.\n")
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sound.make("pdtrain", tmp_path_factory.mktemp("saved") / "checkpoints")
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(saved: Path, tmp_path: Path) -> Path:
     """A run's folder: two good checkpoints and a quiet log."""
-    sound.make("pdtrain", tmp_path / "checkpoints")
+    shutil.copytree(saved, tmp_path / "checkpoints")
     (tmp_path / "log.txt").write_text("step 100 loss 2.0\n" * 20)
     return tmp_path
 

@@ -154,3 +154,18 @@ def test_looking_at_every_header_of_a_file_does_not_keep_the_file_in_memory(tmp_
     for at in range(0, size, 64 << 10):
         assert folder.map("shard")[at] == 0
     assert resident() - before < size // 2
+
+
+@pytest.mark.parametrize("form", ["plain", "legacy"])
+def test_optimizer_states_by_position_stay_behind_and_the_weights_go_over(form: str, tmp_path: Path) -> None:
+    """torch.optim numbers its parameters: an ordinary .pt of model and optimizer is no reason to refuse the model."""
+    pytest.importorskip("torch")
+    from diag.checkpoints.convert.contents import load
+    from tests.diag.checkpoints import sound
+
+    source = sound.make(form, tmp_path / form)
+    assert any("kept by position" in text for text in load(source).dropped)
+    convert(source, tmp_path / "out", "hf")
+    before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out")
+    weights = {t.fqn: before.read(t).tobytes() for t in before.tensors.values() if t.role == "parameter"}
+    assert weights and {t.fqn: after.read(t).tobytes() for t in after.tensors.values()} == weights
