@@ -19,7 +19,7 @@ _SIZE = "SIZE"
               help="Only this operation (may repeat): all_reduce, all_gather, reduce_scatter, all_to_all, "
                    "all_to_all_skewed, broadcast, send_recv.")
 @click.option("--min", "smallest", default="1K", show_default=True, metavar=_SIZE, help="Smallest message.")
-@click.option("--max", "largest", default="64M", show_default=True, metavar=_SIZE, help="Largest message.")
+@click.option("--max", "largest", default="1G", show_default=True, metavar=_SIZE, help="Largest message.")
 @click.option("--iterations", type=click.IntRange(3, 10_000), default=20, show_default=True, metavar="N")
 @click.option("--budget", type=click.FloatRange(0.1, 86_400), metavar="SECONDS",
               help="Time for all sweeps; sizes that do not fit are left out. [default: 30; 8 with --quick]")

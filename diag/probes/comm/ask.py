@@ -31,7 +31,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     operations: tuple[str, ...] = OPERATIONS
     chosen: bool = False
     min_bytes: int = 1 << 10
-    max_bytes: int = 64 << 20
+    max_bytes: int = 1 << 30
     iterations: int = 20
     budget: float = 30.0
     timeout: float = 30.0
