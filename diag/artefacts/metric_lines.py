@@ -179,10 +179,16 @@ def _merged(writer: _Writer) -> tuple[Ints, Ints, int | None, Entries]:
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     entries = {}
-    for key, pieces in parts.items():
-        rows, values_ = place[np.concatenate([r for r, _ in pieces])], np.concatenate([v for _, v in pieces])
-        inside = np.argsort(rows, kind="stable")
-        entries[key] = rows[inside], values_[inside]
+    shared: dict[tuple[int, ...], tuple[Ints, Ints]] = {}  # columns of the same lines share their rows
+    for key in list(parts):
+        pieces = parts.pop(key)
+        same = tuple(id(r) for r, _ in pieces)
+        if same not in shared:
+            rows = place[np.concatenate([r for r, _ in pieces])]
+            inside = np.argsort(rows, kind="stable")
+            shared[same] = rows[inside], inside
+        rows, inside = shared[same]
+        entries[key] = rows, np.concatenate([v for _, v in pieces])[inside]
     return all_lines[order], all_steps[order], total, entries
 
 

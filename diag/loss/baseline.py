@@ -29,6 +29,7 @@ STRIDE = 8
 FLOOR = 0.002
 #: Below so many points the trend is only a median.
 FEW = 8
+#: Points of which the windows are laid out at a time; a multiple of `STRIDE`.
 _CHUNK = 200_000
 
 
@@ -66,8 +67,8 @@ def scatter(residual: Floats, floor: float = FLOOR) -> Floats:
     sigma = np.full(n, np.inf)
     for i in range(3, min(n, SCATTER + STRIDE)):
         sigma[i] = 1.4826 * np.median(size[max(1, i - SCATTER) : i])
-    for start in range(SCATTER + STRIDE, n, _CHUNK * STRIDE):
-        stop = min(start + _CHUNK * STRIDE, n)
+    for start in range(SCATTER + STRIDE, n, _CHUNK):
+        stop = min(start + _CHUNK, n)
         windows = sliding_window_view(size[start - SCATTER : stop - 1], SCATTER)[::STRIDE]
         values = 1.4826 * np.median(windows, axis=1)
         sigma[start:stop] = np.repeat(values, STRIDE)[: stop - start]
