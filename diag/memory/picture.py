@@ -19,7 +19,8 @@ def draw(artefacts: Artefacts, target: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = [(s, d) for s in artefacts.of(MemorySnapshot) for d in s.devices if d.timeline][:MAX_DEVICES]
+    shown = [(s, d) for s in artefacts.of(MemorySnapshot) for d in s.devices
+             if d.timeline and len(d.timeline.index) > 1][:MAX_DEVICES]  # fmt: skip
     if not shown:
         raise UsageError(f"{target}: not drawn, no snapshot has a history of events")
     figure, axes = pyplot.subplots(len(shown), 1, figsize=(12, 4 * len(shown)), squeeze=False)

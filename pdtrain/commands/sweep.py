@@ -16,6 +16,7 @@ from diag.errors import MissingExtra, UsageError
 from pdtrain.commands.plan import finite
 
 if TYPE_CHECKING:
+    from pdtrain.plan.hardware import Hardware
     from pdtrain.sweep.calibrate import Calibration
     from pdtrain.sweep.run import Progress
     from pdtrain.sweep.trials import Trial
@@ -82,6 +83,10 @@ def sweep(
     loaded = read_source(config, preset=preset, overrides=overrides, gpus=nproc, free=True)
     if not values:
         read_run(config, preset=preset, overrides=overrides)  # mistakes of the file itself, before anything starts
+        if loaded.run.pools.update_ranks:
+            raise UsageError("layouts are planned without an update pool; with [pools] give --grid")
+    for warning in loaded.warnings:
+        print(f"pdtrain: warning: {warning}", file=sys.stderr)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     folder = out or Path("sweeps") / f"{loaded.name}-{nproc}"
@@ -109,7 +114,7 @@ def sweep(
     finally:
         book.close()
     _clear()
-    fitted = _fit(tried, rows, device, calibrate, nproc)
+    fitted = _fit(tried, rows, device, calibrate)
     convention = outcome.mfu_convention(loaded.run.precision.all, device)
     if as_json:
         answer: dict[str, Any] = {
@@ -135,7 +140,7 @@ def sweep(
 
 
 def _fit(
-    tried: list[Trial], rows: list[dict[str, Any]], device: Any, path: Path | None, ranks: int
+    tried: list[Trial], rows: list[dict[str, Any]], device: Hardware, path: Path | None
 ) -> Calibration | None:  # fmt: skip
     """The calibration, written to `path`; None where nobody asked."""
     if path is None:

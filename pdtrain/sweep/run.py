@@ -67,7 +67,7 @@ def measure(
                 progress(index, len(trials), trial.label, seconds)
 
         try:
-            command = prepare(trial.run, folder, trial.run.parallel.ranks)
+            command = prepare(trial.run, folder, trial.run.parallel.ranks + trial.run.pools.update_ranks)
             ended = execute(command, folder, timeout=timeout, tick=tick)
         except OSError as error:
             raise UsageError(f"{error.filename or folder}: cannot be written: {error.strerror}") from None

@@ -41,6 +41,21 @@ def test_module_peaks_of_the_chosen_step(tmp_path: Path) -> None:
     assert "Parameter" in pdtrain("diag", "memory", str(tmp_path)).out
 
 
+def test_a_step_of_several_micro_batches_is_watched_whole(tmp_path: Path) -> None:
+    """torch's MemTracker gives up at the second forward pass. The peak of a module is that of the fullest pass."""
+    said: list[str] = []
+    capture = MemoryCapture(tmp_path, 0, torch.device("cpu"), entries=0, steps=[1], complain=said.append)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
+    optimizer = torch.optim.SGD(model.parameters())
+    with capture.step(1, model, optimizer):
+        for rows in (512, 32):
+            model(torch.ones(rows, 64)).sum().backward()
+        optimizer.step()
+    found = json.loads((tmp_path / "memory_rank0_step1.json").read_text())
+    assert not said and len({m["module"] for m in found["modules"]}) == len(found["modules"]) == 4
+    assert min(m["peak_bytes"] for m in found["modules"]) > 4 * 512 * 256  # what the first layer of the large pass gave
+
+
 def test_a_damaged_module_file_is_an_input_with_a_problem(tmp_path: Path) -> None:
     path = tmp_path / "m.json"
     path.write_text('{"schema": "pdtrain.memory/1", "peak_bytes": "many"}')
