@@ -27,6 +27,8 @@ from diag.probes.localise_search import Mode
 
 #: Timed messages per direction and round; the best is the rate.
 BURSTS = 3
+#: Up to this many ranks every pair keeps its connection; beyond, each round opens its own (sockets, threads).
+KEEP = 64
 #: Seconds beyond the timeout that a loaded machine may take to answer.
 GRACE = 2.0
 #: A rank that is not told of a next round for this many timeouts has lost its conductor.
@@ -34,15 +36,19 @@ PATIENCE = 6.0
 
 
 class Round(msgspec.Struct):
-    """One round: (a, b, generation of their group) of each pair, message size; no pairs and `last`: it is over."""
+    """One round: (a, b, generation of their group) of each pair, message size, whether groups are kept for later.
+
+    `last`: it is over.
+    """
 
     pairs: list[tuple[int, int, int]]
     bytes: int
     last: bool = False
+    keep: bool = True
 
 
 class Answer(msgspec.Struct):
-    """What one rank measured: the rate into it in bytes/s, or what went wrong."""
+    """What one rank measured: the rate into it in bytes/s, or what went wrong; both when it went wrong later."""
 
     rate: float | None = None
     problem: str = ""
@@ -93,7 +99,7 @@ class Conductor:
         measured = Measured()
         alive = sorted((min(pair), max(pair)) for pair in pairs if not set(pair) & set(self._lost))
         whole = [(a, b, self._generation.get((a, b), 0)) for a, b in alive]
-        task = Round(whole, message_bytes)
+        task = Round(whole, message_bytes, keep=self._world <= KEEP)
         self._store.set(f"round/{self.round}", msgspec.json.encode(task).decode())
         answers: dict[int, Answer] = {}
         mine = take_part(task, 0, self._pairs, self._timeout)
@@ -111,7 +117,7 @@ class Conductor:
                     measured.rates[source, target] = answer.rate
                 else:
                     measured.problems[source, target] = answer.problem
-            if any(answers.get(end) is None or answers[end].rate is None for end in (a, b)):
+            if not task.keep or any(answers.get(end) is None or answers[end].problem for end in (a, b)):
                 self._generation[a, b] = generation + 1
         for a, b, _ in whole:  # what the partner saw says more than silence
             for gone, partner in ((a, b), (b, a)):
@@ -174,11 +180,15 @@ def take_part(task: Round, rank: int, pairs: PairGroups, timeout: float) -> Answ
     for a, b, generation in task.pairs:
         if rank in (a, b):
             other = b if rank == a else a
+            rates: list[float] = []
             try:
-                return Answer(rate=pairs.exchange(other, generation, task.bytes))
+                pairs.exchange(other, generation, task.bytes, rates)
+                if not task.keep:
+                    pairs.forget(other)
+                return Answer(rate=max(rates))
             except (RuntimeError, ValueError) as error:  # everything that torch raises for a lost or slow peer
                 pairs.drop(other)
-                return Answer(problem=_words(error, timeout))
+                return Answer(rate=max(rates, default=None), problem=_words(error, timeout))
     return None
 
 
@@ -189,8 +199,8 @@ class PairGroups:
         self._store, self.rank, self._backend, self._timeout = store, rank, backend, timeout
         self._groups: dict[int, tuple[int, Any]] = {}
 
-    def exchange(self, other: int, generation: int, message_bytes: int) -> float:
-        """Send to and receive from `other` at once; the best rate of what came in, in bytes/s.
+    def exchange(self, other: int, generation: int, message_bytes: int, rates: list[float]) -> None:
+        """Send to and receive from `other` at once; appends the rate of each message that came in, in bytes/s.
 
         Raises:
             RuntimeError: nothing came within the timeout, or the connection broke.
@@ -198,7 +208,11 @@ class PairGroups:
         end = time.monotonic() + self._timeout
         group = self._group(other, generation)
         run = _exchange_nccl if self._backend == "nccl" else _exchange_gloo
-        return run(group, int(self.rank > other), message_bytes, end)
+        run(group, int(self.rank > other), message_bytes, end, rates)
+
+    def forget(self, other: int) -> None:
+        """Close the group with `other`, which has done its work."""
+        self._groups.pop(other, None)
 
     def drop(self, other: int) -> None:
         """Forget the group with `other`: it is broken."""
@@ -233,13 +247,12 @@ class PairGroups:
         return group
 
 
-def _exchange_gloo(group: Any, member: int, message_bytes: int, end: float) -> float:
-    """Both directions at once, `BURSTS` times, the two ends in step before each. The best rate."""
+def _exchange_gloo(group: Any, member: int, message_bytes: int, end: float, rates: list[float]) -> None:
+    """Both directions at once, `BURSTS` times, the two ends in step before each."""
     import torch
 
     peer = 1 - member
     payload, room = torch.zeros(message_bytes, dtype=torch.uint8), torch.empty(message_bytes, dtype=torch.uint8)
-    rates = []
     for burst in range(BURSTS):
         group.barrier().wait(_left(end))
         begun = time.perf_counter()
@@ -247,17 +260,16 @@ def _exchange_gloo(group: Any, member: int, message_bytes: int, end: float) -> f
         arrival.wait(_left(end))
         rates.append(message_bytes / max(time.perf_counter() - begun, 1e-9))
         sent.wait(_left(end))
-    return max(rates)
+    group.barrier().wait(_left(end))
 
 
-def _exchange_nccl(group: Any, member: int, message_bytes: int, end: float) -> float:
+def _exchange_nccl(group: Any, member: int, message_bytes: int, end: float, rates: list[float]) -> None:
     """One direction after the other: sends and receives of one communicator share a stream. Polls, never blocks."""
     import torch
 
     peer = 1 - member
     payload = torch.zeros(message_bytes, dtype=torch.uint8, device="cuda")
     mark = torch.zeros(1, dtype=torch.uint8, device="cuda")
-    timed = []
     for burst in range(BURSTS + 1):  # the first one builds the communicator
         for sender in (0, 1):
             if sender == member:
@@ -273,8 +285,7 @@ def _exchange_nccl(group: Any, member: int, message_bytes: int, end: float) -> f
                 _left(end)
                 time.sleep(1e-4)
             if burst:
-                timed.append(message_bytes / (marks[0].elapsed_time(marks[1]) / 1e3))
-    return max(timed)
+                rates.append(message_bytes / (marks[0].elapsed_time(marks[1]) / 1e3))
 
 
 def _left(end: float) -> timedelta:

@@ -57,7 +57,7 @@ def _host(outcome: Outcome, index: int, fault: Fault) -> Finding:
     if slow and len(slow) < len(ranks):
         who += f", rank{'s' if len(slow) > 1 else ''} {rank_list(slow)}"
     if fault.ratio == 0:
-        summary = f"{who}: nothing passes when {WAYS[fault.direction]}, with any of {fault.partners} partners"
+        summary = (f"{who}: {WAYS[fault.direction]}, no message arrived in time, with any of {fault.partners} partners")
     elif fault.intermittent:
         summary = (f"{who}: {WAYS[fault.direction]} was slow in {fault.slow} of {fault.flows} measurements, at "
                    f"{fault.ratio:.0%} of the others, and fast in the rest")
@@ -93,7 +93,9 @@ def _pair(outcome: Outcome, fault: Fault) -> Finding:
     names = [f"rank {first[0]}", f"rank {second[0]}"] if outcome.by_rank else [printable(a), printable(b)]
     arrow = "and" if fault.direction == "both" else "to"
     way = f"between {names[0]} and {names[1]}" if fault.direction == "both" else f"from {names[0]} to {names[1]}"
-    passes = "nothing passes" if fault.ratio == 0 else f"the link runs at {fault.ratio:.0%} of what both do elsewhere"
+    passes = f"the link runs at {fault.ratio:.0%} of what both do elsewhere"
+    if fault.ratio == 0:
+        passes = "no message arrived in time"
     two = len(outcome.ends) - len({place.host for place in outcome.silent}) == 2
     also = "; with two alone, sender and receiver cannot be told apart" if two else ""
     return Finding(

@@ -108,7 +108,7 @@ def judge(n: int, flows: list[Flow], *, lost: Iterable[int] = (),
     ends = _Ends(used, raw)
     # more than half of the hosts may be slow (one of two switches): the upper quartile is still sound then
     top = upper_quartile(ends.ratio.values())
-    reference = median([rate for rate in ends.ratio.values() if rate > (1 - HOST_MARGIN) * top])
+    reference = median([rate for rate in ends.ratio.values() if rate > (1 - HOST_MARGIN) * top] or [max(raw)])
     rates = [rate / reference for rate in raw]
     send, receive = ends.side("send", reference), ends.side("receive", reference)
     sound = [ratio for side in (send, receive) for ratio in side.values() if ratio > 1 - HOST_MARGIN]

@@ -96,7 +96,7 @@ class Search:
             return []
         pairs = self._confirm() if self.round >= self.screening else []
         reserve = 0 if self.round < self.screening else RESERVE
-        if not pairs and self._turn < len(self._order) and self.round < self.budget - reserve:
+        while not pairs and self._turn < len(self._order) and self.round < self.budget - reserve:
             pairs = [pair for pair in pairs_of(self.n, self._order[self._turn]) if not self.lost.intersection(pair)]
             self._turn += 1
         self.round += bool(pairs)

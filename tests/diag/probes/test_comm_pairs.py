@@ -49,6 +49,15 @@ def test_every_pair_is_measured_in_both_directions() -> None:
     assert all(link["bytes_per_second"] > 0 and link["src_host"] == f"n{link['src']}" for link in outcome.links)
 
 
+def test_beyond_some_ranks_connections_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comm_pairs, "KEEP", 2)
+    kept: list[int] = []
+    close = PairGroups.close
+    monkeypatch.setattr(PairGroups, "close", lambda self: (kept.append(len(self._groups)), close(self)))
+    outcome, _ = job(4, {1, 2, 3}, 20.0)
+    assert len(outcome.links) == 12 and outcome.silent == [] and kept == [0, 0, 0, 0]
+
+
 def test_a_rank_that_never_answers_is_named_and_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comm_pairs, "GRACE", 0.5)
     outcome, seconds = job(4, {1, 3}, 2.0)
