@@ -19,6 +19,7 @@ from pdtrain.measure import all_to_all_bytes, expected_all_to_all_bytes, router_
 from pdtrain.model.transformer import Transformer
 from pdtrain.parallel.meshes import Meshes
 from pdtrain.plan import flops
+from pdtrain.pools.compute import ComputeSide
 from pdtrain.process import Place
 from pdtrain.recorder import Recorder
 from pdtrain.recorder.memory import peak_memory_bytes
@@ -45,11 +46,15 @@ class Instruments:
         recorder: Recorder,
         meshes: Meshes | None,
         place: Place,
+        pools: ComputeSide | None = None,
     ) -> None:
         self.resolved = resolved
         self.run = resolved.run
         self.recorder = recorder
         self.meshes = meshes
+        self.pools = pools
+        if pools is not None:
+            pools.attach(recorder)
         self.place = place
         self.layers = model.moe_layers()
         self.rows = rows
@@ -91,6 +96,10 @@ class Instruments:
             self.note(f"set aside as *.abandoned, because they lie beyond step {start.step}: {', '.join(aside)}")
         if start.source is not None:
             self.note(f"resumed from {start.source} at step {start.step}")
+        if start.source is not None and self.pools is not None and (lost := self.pools.lost_steps):
+            self.recorder.event("pool_restored", step=start.step, reached=start.step + lost, lost_steps=lost)
+            self.note(f"pools: the run had reached step {start.step + lost}; what the update pool held of the last "
+                      f"{lost} step{'s' if lost > 1 else ''} is lost and computed again")
         for row, step in start.mixed.items():
             self.note(f"  {row}: restored from step {step}, {start.step - step} steps older than the rest")
 
@@ -145,7 +154,11 @@ class Instruments:
                 "all_to_all_bytes": (sent / steps, "mean"),
                 "measuring": (self.recorder.measuring_seconds / wall, "max"),
             }
+            | ({} if self.pools is None else self.pools.measured()),
+            group=None if self.pools is None else self.pools.group,
         )
+        if self.pools is not None:
+            reduced |= self.pools.heard()
         if measuring := reduced.pop("measuring"):  # the same on all ranks, and so is what follows from it
             self.recorder.measure_every(min(self.run.recorder.module_times_every,
                                             math.ceil(measuring / MEASURING_SHARE)))
@@ -157,7 +170,7 @@ class Instruments:
             if "time/dispatch" in reduced:
                 values["all_to_all_seconds"] = reduced["time/dispatch"] + reduced["time/combine"]
         if self.peak:
-            values["mfu"] = self.flops_per_token * tokens_per_second / (self.peak * self.place.world)
+            values["mfu"] = self.flops_per_token * tokens_per_second / (self.peak * self.resolved.ranks)
         return values
 
     def _routing(self) -> dict[str, Any]:

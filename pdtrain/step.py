@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,19 @@ from pdtrain.evaluate import plain
 from pdtrain.model.loss import cross_entropy
 from pdtrain.model.transformer import Transformer
 from pdtrain.optim import set_learning_rate
-from pdtrain.parallel.gradients import RowParameters, clip_gradients, gradient_norms, scale_gradients
+from pdtrain.parallel.gradients import (
+    RowParameters,
+    clip_factors,
+    clip_gradients,
+    gradient_norms,
+    scale_gradients,
+)
 from pdtrain.parallel.meshes import Meshes
 from pdtrain.parallel.tensor import vocabulary_parallel_loss
 from pdtrain.spikes import Spike, SpikeGuard
+
+if TYPE_CHECKING:
+    from pdtrain.pools.compute import ComputeSide
 
 
 class Spans(Protocol):
@@ -53,13 +63,14 @@ class TrainStep:
         self,
         resolved: Resolved,
         model: Transformer,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         rows: dict[str, RowParameters],
         data: Data,
         meshes: Meshes | None,
         device: torch.device,
         spans: Spans,
         guard: SpikeGuard | None = None,
+        pools: ComputeSide | None = None,
     ) -> None:
         self.resolved = resolved
         self.model = model
@@ -70,6 +81,7 @@ class TrainStep:
         self.device = device
         self.spans = spans
         self.guard = guard
+        self.pools = pools  # then the update pool has the optimizer
         self.limits = {row: resolved.clip(row) for row in rows}
         #: Host seconds that the last step waited for data.
         self.data_seconds = 0.0
@@ -82,8 +94,7 @@ class TrainStep:
 
     def __call__(self, consumed: int, lr: float, stop_requested: bool) -> StepResult:
         """One optimizer step on sequences `consumed` … `consumed + train_batch - 1`; collective."""
-        self.optimizer.zero_grad()
-        loss = self._forward_backward(consumed)
+        loss = self._gradients(consumed)
         with self.spans.span("reduce_norms"):
             scale_gradients(self.rows.values())
             flag = torch.tensor(float(stop_requested), device=self.device)
@@ -91,6 +102,9 @@ class TrainStep:
             loss = self._mean_over_dp(loss)
             spike = self.guard.judge(loss, norms) if self.guard is not None else None
             dropped = spike is not None and spike.action != "warn"
+        if self.pools is not None:
+            return self._commit(self.pools, loss, norms, stop, spike, lr, dropped)
+        assert self.optimizer is not None
         with self.spans.span("optimizer"):
             clipped = clip_gradients(self.rows, norms, self.limits)
             # The fused step leaves weights and states alone where this is 1, without asking the host. Norms are
@@ -102,11 +116,52 @@ class TrainStep:
             self._update_router_bias(apply=not dropped)
         return StepResult(loss, norms, clipped, stop, skipped, spike)
 
+    def _gradients(self, consumed: int) -> Tensor:
+        """Loss and gradients of one step; with pools, of as many attempts as it takes to have them all accepted."""
+        if self.pools is None:
+            assert self.optimizer is not None
+            self.optimizer.zero_grad()
+            return self._forward_backward(consumed)
+        draws = torch.get_rng_state() if self.resolved.run.model.moe.jitter else None
+        for attempt in itertools.count():
+            self.pools.begin(again=attempt > 0)
+            if attempt:
+                self._forget_counts()
+                if draws is not None:
+                    torch.set_rng_state(draws)
+            self.model.zero_grad()
+            loss = self._forward_backward(consumed)
+            if self.pools.deliver():
+                break
+        return loss
+
+    def _commit(
+        self, pools: ComputeSide, loss: Tensor, norms: Tensor, stop: Tensor, spike: Spike | None, lr: float,
+        dropped: bool,
+    ) -> StepResult:
+        """The optimizer's part where it runs elsewhere: say how the step is to be applied, or that it is not."""
+        factors = clip_factors(self.rows, norms, self.limits)
+        dropped = dropped or pools.left_out
+        skip = dropped or not bool(torch.isfinite(norms).all())
+        values = dict(zip(self.rows, factors.tolist(), strict=True))
+        limited = {} if skip else {row: value for row, value in values.items() if self.limits[row] is not None}
+        pools.commit(limited, lr, skip)
+        self._update_router_bias(apply=not dropped)
+        return StepResult(loss, norms, norms * factors, stop, torch.full_like(stop, float(skip)), spike)
+
+    def _forget_counts(self) -> None:
+        """The routing of an attempt that is repeated moves no balancing bias."""
+        for layer in self.model.moe_layers().values():
+            if layer.router.bias is not None:
+                layer.router.statistics.step_counts(self.device)
+
     def _forward_backward(self, consumed: int) -> Tensor:
         accumulation = self.resolved.accumulation
         total = torch.zeros((), device=self.device)
         self.data_seconds = 0.0
         for index in range(accumulation):
+            if self.pools is not None:
+                self.pools.next_micro_batch(index)
             began = time.perf_counter()
             with self.spans.span("data"):
                 tokens = self._micro_batch(consumed, index)
@@ -131,6 +186,7 @@ class TrainStep:
     def _synchronise_gradients(self, last: bool) -> None:
         """Gradients of earlier micro-batches add up locally; only the last one is reduced."""
         if self.meshes is not None and self.resolved.accumulation > 1:
+            last = last if self.pools is None else self.pools.reduces(last)
             self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
 
     def _update_router_bias(self, *, apply: bool) -> None:

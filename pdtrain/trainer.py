@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,10 @@ from pdtrain.parallel.gradients import rows_of
 from pdtrain.parallel.layout import Layout
 from pdtrain.parallel.meshes import create_meshes
 from pdtrain.parallel.parallelize import build_parallel_model
+from pdtrain.pools.compute import ComputeSide
+from pdtrain.pools.run import join_compute
+from pdtrain.pools.serve import update
+from pdtrain.pools.state import RemoteCheckpointer
 from pdtrain.process import Place, StopRequest, joined_job
 from pdtrain.recorder import Recorder, prepare_environment, write_config, write_environment
 from pdtrain.recorder.snapshots import MemoryCapture
@@ -59,20 +64,32 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
         raise UsageError(f"the job has {place.world} processes, the configuration asks for {resolved.world}")
     stop_request = StopRequest()
     layout = Layout.from_run(run)
-    meshes = create_meshes(layout, place.device.type) if place.world > 1 else None
+    meshes = create_meshes(layout, place.device.type) if layout.ranks > 1 else None
+    if place.rank >= layout.ranks:
+        update(resolved, layout, run_dir, resume, place)
+        return
     data = open_data(run)
     model = build_parallel_model(run, meshes, place.device)
     rows = rows_of(model, meshes)
-    optimizer = build_optimizer(run, rows)
-    checkpoints = Checkpointer(run_dir / "checkpoints", run, model, optimizer, rows, data.fingerprint)
-    start = checkpoints.restore(resume)
-    if start.source is None and resume is None and checkpoints.has_any():
-        raise UsageError(f"{run_dir} already holds checkpoints; add --resume to go on, or choose another --run-dir")
-    removed, aside = checkpoints.tidy(start.step)
+    optimizer: torch.optim.Optimizer | None = None
+    checkpoints: Checkpointer | RemoteCheckpointer
+    pools: ComputeSide | None = None
+    described = {"groups": layout.groups(), "data": data.description}
+    if layout.update:
+        pools, checkpoints, joined = join_compute(resolved, layout, place.rank, model, rows, data.fingerprint, run_dir)
+        start, removed, aside = joined.restored(), joined.removed, joined.aside
+        described["pools"] = pools.describe()
+    else:
+        optimizer = build_optimizer(run, rows)
+        checkpoints = Checkpointer(run_dir / "checkpoints", run, model, optimizer, rows, data.fingerprint)
+        start = checkpoints.restore(resume)
+        if start.source is None and resume is None and checkpoints.has_any():
+            raise UsageError(f"{run_dir} already holds checkpoints; add --resume to go on, or choose another --run-dir")
+        removed, aside = checkpoints.tidy(start.step)
 
     if place.leader:
         write_config(run_dir, to_toml(run))
-        write_environment(run_dir, {"groups": layout.groups(), "data": data.description})
+        write_environment(run_dir, described)
     settings = run.recorder
     with Recorder(
         run_dir,
@@ -82,7 +99,7 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
         spans=settings.spans,
         stall_seconds=run.train.timeout_seconds / 2,  # before the collectives themselves give up
     ) as recorder:
-        instruments = Instruments(resolved, model, list(rows), recorder, meshes, place)
+        instruments = Instruments(resolved, model, list(rows), recorder, meshes, place, pools)
         instruments.announce(layout.text(), data.description, start, removed, aside)
         if start.consumed == start.step * resolved.train_batch:  # else a step does not tell its sequences
             instruments.documents = data.documents
@@ -91,7 +108,7 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
             guard = SpikeGuard(on_spike, run.train.on_spike_max, meshes)
         elif place.leader:
             recorder.listeners.append(SpikeWatch(instruments.spike).row)
-        step_once = TrainStep(resolved, model, optimizer, rows, data, meshes, place.device, recorder, guard)
+        step_once = TrainStep(resolved, model, optimizer, rows, data, meshes, place.device, recorder, guard, pools)
         memory = MemoryCapture(run_dir / "dumps", place.rank, place.device, entries=settings.memory_history_entries,
                                steps=settings.memory_snapshot_steps, complain=recorder.complain)
         validation = data.validation(run.train.val_sequences) if run.train.val_sequences else None
@@ -101,6 +118,8 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
         def validate() -> dict[str, float]:
             if validation is None or not len(validation):
                 return {}
+            if pools is not None:
+                pools.settle()  # the weights of every step so far
             with instruments.aside("validation", step):
                 loss = validation_loss(model, validation, run.train.micro_batch, meshes, place.device)
             values = {"val_loss": loss}
@@ -113,7 +132,7 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
         while step < run.train.steps:
             began = time.perf_counter()
             lr = learning_rate(run.optimizer, step, run.train.steps)
-            with memory.step(step + 1, model, optimizer):
+            with memory.step(step + 1, model, optimizer) if optimizer is not None else nullcontext():
                 result = step_once(consumed, lr, bool(stop_request))
             step, consumed = step + 1, consumed + resolved.train_batch
             spike = result.spike
@@ -129,6 +148,7 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
             if spike is not None:
                 instruments.spike(step, spike, consumed - resolved.train_batch)
                 if spike.action == "rewind" and not stopping and guard is not None:
+                    assert isinstance(checkpoints, Checkpointer)  # the configuration refuses this with pools
                     step = _rewind(checkpoints, instruments, guard, step, consumed)
                     continue
             if step % run.train.log_every == 0 and skipped_in_a_row.item() >= MAX_SKIPPED_IN_A_ROW:
@@ -146,10 +166,14 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
                         f"the last checkpoint (step {step}) could not be written to {checkpoints.root}: "
                         f"{checkpoints.problem or 'another rank failed'}"
                     )
+            if isinstance(checkpoints, RemoteCheckpointer):
+                checkpoints.go_on(step)
             if stopping:
                 name = stop_request.signal.name if stop_request.signal else "a stop request of another rank"
                 instruments.note(f"{name}: stopped after step {step}, saved, resume with --resume")
                 break
+        if pools is not None:
+            pools.close()
         instruments.finish(step)
 
 

@@ -128,10 +128,11 @@ def start(loaded: Loaded, run_dir: Path | None, resume: str | None) -> int:
     from pdtrain.recorder.environment import write_config
 
     run = loaded.run
-    ranks = run.parallel.ranks
+    ranks = run.parallel.ranks + run.pools.update_ranks
     if ranks > MOST_LOCAL_RANKS:
         raise UsageError(
-            f"parallel.ranks = {ranks} on one machine; give --nproc, or start it under torchrun on every node"
+            f"parallel.ranks = {run.parallel.ranks} on one machine; give --nproc, or start it under torchrun on every "
+            "node"
         )
     open_data(run)  # once and here: a wrong path is one line, and a tokenised corpus is cached before the ranks ask
     run_dir = _run_directory(run_dir, loaded.name, resume)
@@ -141,7 +142,8 @@ def start(loaded: Loaded, run_dir: Path | None, resume: str | None) -> int:
         config = write_config(run_dir, to_toml(run))
     except OSError as error:
         raise UsageError(f"cannot write to --run-dir {run_dir}: {error.strerror}") from None
-    print(f"pdtrain: {ranks} rank{'s' if ranks > 1 else ''}, recorded in {run_dir}", file=sys.stderr)
+    of_them = f" ({run.pools.update_ranks} of them update)" if run.pools.update_ranks else ""
+    print(f"pdtrain: {ranks} rank{'s' if ranks > 1 else ''}{of_them}, recorded in {run_dir}", file=sys.stderr)
     command = ["-P", "-m", "pdtrain.cli", "train", str(config), "--run-dir", str(run_dir)]
     return launch(
         command + ([f"--resume={resume}"] if resume else []),

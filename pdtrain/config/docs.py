@@ -157,7 +157,16 @@ EXAMPLES = (
         _toml(parallel="ranks = 2\nsequence_parallel = false", modules__attention="tensor = 2"),
         "sequence_parallel_is_on",
     ),
-    Example("phase separation", _toml(pools='mode = "sync"\nupdate_ranks = 1'), "no_pools_yet"),
+    Example(
+        "pools that rewind",
+        _toml(pools='mode = "sync"\nupdate_ranks = 1', train='on_spike = "rewind"', checkpoint="every = 10"),
+        "no_rewind_of_pools_yet",
+    ),
+    Example("stale weights", _toml(pools='mode = "async"\nupdate_ranks = 1'), "stale_weights_are_meant"),
+    Example(
+        "asynchronous without staleness", _toml(pools='mode = "async"\nupdate_ranks = 1\nstaleness = 0'),
+        "stale_weights_are_meant",
+    ),
 )  # fmt: skip
 
 

@@ -220,6 +220,19 @@ def pools_have_ranks(run: Run) -> Iterator[Mistake]:
         )  # fmt: skip
 
 
+def stale_weights_are_meant(run: Run) -> Iterator[Mistake]:
+    pools = run.pools
+    if pools.mode == "async" and pools.staleness == 0:
+        yield Mistake(
+            "pools.staleness", 0, 'makes pools.mode = "async" synchronous', 'use at least 1, or pools.mode = "stream"'
+        )
+    if pools.mode == "async" and pools.staleness:
+        yield Mistake(
+            "pools.mode", "async", f"applies gradients of weights that are {pools.staleness} steps old, which is "
+            "reported to degrade training with Adam", 'pools.mode = "stream" overlaps without that', warning=True,
+        )  # fmt: skip
+
+
 def no_pipeline_yet(run: Run) -> Iterator[Mistake]:
     if run.parallel.pipeline > 1:
         yield Mistake(
@@ -236,11 +249,11 @@ def sequence_parallel_is_on(run: Run) -> Iterator[Mistake]:
         )  # fmt: skip
 
 
-def no_pools_yet(run: Run) -> Iterator[Mistake]:
-    if run.pools.mode != "off" and run.pools.update_ranks:
+def no_rewind_of_pools_yet(run: Run) -> Iterator[Mistake]:
+    if run.pools.mode != "off" and run.train.on_spike == "rewind":
         yield Mistake(
-            "pools.mode", run.pools.mode, "cannot be trained: phase separation is not built yet",
-            'use "off" with update_ranks = 0, or --dry-run to see the layout',
+            "train.on_spike", "rewind", f'cannot be trained yet with pools.mode = "{run.pools.mode}"',
+            'use "skip" or "warn", or pools.mode = "off"',
         )  # fmt: skip
 
 
@@ -267,5 +280,6 @@ RULES: tuple[Rule, ...] = (
     validation_has_documents,
     bytes_fit_the_vocabulary,
     pools_have_ranks,
+    stale_weights_are_meant,
 )
-REFUSALS: tuple[Rule, ...] = (no_pipeline_yet, sequence_parallel_is_on, no_pools_yet)
+REFUSALS: tuple[Rule, ...] = (no_pipeline_yet, sequence_parallel_is_on, no_rewind_of_pools_yet)

@@ -21,6 +21,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 OpenShare = Annotated[float, Meta(ge=0, lt=1)]
 Dtype = Literal["fp32", "bf16"]
 Recompute = Literal["none", "full"]
+PoolMode = Literal["off", "sync", "stream", "async"]
 OnSpike = Literal["warn", "skip", "rewind"]
 
 #: The rows of the module policy table, in the order in which they are printed and checkpointed.
@@ -230,8 +231,41 @@ class Recorder(Section, frozen=True):
 class Pools(Section, frozen=True):
     """Phase separation: forward/backward on the compute ranks, optimizer state and step on the update ranks."""
 
-    mode: Annotated[Literal["off", "sync", "stream", "async"], Meta(description="off: one pool does both")] = "off"
+    mode: Annotated[
+        PoolMode,
+        Meta(
+            description="off: one pool does both; sync: gradients, step, weights, one after the other; stream: the "
+            "same bits, overlapped with backward and the next forward; async: weights are `staleness` steps old"
+        ),
+    ] = "off"
     update_ranks: Annotated[NonNegativeInt, Meta(description="ranks of the update pool")] = 0
+    payload: Annotated[
+        Literal["fp32", "bf16", "fp16"],
+        Meta(description="what gradients and weights travel as; masters, moments and sums stay FP32"),
+    ] = "fp32"
+    granularity: Annotated[
+        Literal["step", "micro_batch"],
+        Meta(
+            description="stream and async: gradients leave once per step, or of each micro-batch and are added up by "
+            "the update pool: more traffic, earlier, and another order of summation"
+        ),
+    ] = "step"
+    bucket_mb: Annotated[PositiveFloat, Meta(description="size of one message, in MB of payload")] = 4.0
+    buffers: Annotated[PositiveInt, Meta(description="messages per link that may wait to be sent")] = 8
+    timeout_seconds: Annotated[PositiveFloat, Meta(description="limit of one wait for the other pool")] = 600.0
+    resend_limit: Annotated[
+        NonNegativeInt, Meta(description="how often a damaged message is sent again, and a refused step computed again")
+    ] = 3
+    on_mismatch: Annotated[
+        Literal["recompute", "drop", "accept"],
+        Meta(
+            description="gradients of another weight version than expected: compute the step again, leave its update "
+            "out, or accept them where they are at most `staleness` steps old"
+        ),
+    ] = "recompute"
+    staleness: Annotated[
+        NonNegativeInt, Meta(description="async: by how many steps the weights of a forward pass are old")
+    ] = 1
 
 
 class Run(Section, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -15,18 +16,23 @@ def build_optimizer(run: Run, rows: dict[str, RowParameters]) -> torch.optim.Ada
 
     A row is split further by mesh: a fused step takes tensors of one mesh at a time.
     """
+    return optimizer_over(run, {row.row: row.parameters for row in rows.values()})
+
+
+def optimizer_over(run: Run, rows: Mapping[str, Sequence[torch.nn.Parameter]]) -> torch.optim.AdamW:
+    """`build_optimizer` for the parameters, or shards of them, of each row."""
     settings = run.optimizer
     groups = []
-    for row in rows.values():
-        policy = getattr(run.modules, row.row)
+    for row, held in rows.items():
+        policy = getattr(run.modules, row)
         by_mesh: dict[object, list[torch.nn.Parameter]] = {}
-        for parameter in row.parameters:
+        for parameter in held:
             by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
         for parameters in by_mesh.values():
             groups.append(
                 {
                     "params": parameters,
-                    "row": row.row,
+                    "row": row,
                     "lr_scale": policy.lr_scale,
                     "weight_decay": settings.weight_decay * policy.weight_decay_scale,
                 }

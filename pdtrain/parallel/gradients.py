@@ -106,6 +106,12 @@ def gradient_norms(rows: dict[str, RowParameters], meshes: Meshes | None, flag: 
     return vector[:-1].sqrt(), vector[-1]
 
 
+def clip_factors(rows: Iterable[str], norms: Tensor, limits: dict[str, float | None]) -> Tensor:
+    """By what each row's gradients are multiplied [rows], to keep its norm within its limit; 1 where there is none."""
+    bounds = torch.tensor([limits[row] or float("inf") for row in rows], device=norms.device)
+    return (bounds / (norms + CLIP_EPS)).clamp(max=1.0)
+
+
 @torch.no_grad()
 def clip_gradients(rows: dict[str, RowParameters], norms: Tensor, limits: dict[str, float | None]) -> Tensor:
     """Scale each row's gradients to its own limit; returns the norms after clipping [rows].
@@ -113,8 +119,7 @@ def clip_gradients(rows: dict[str, RowParameters], norms: Tensor, limits: dict[s
     No wait for the device: the factor stays where it is. A non-finite norm leaves the gradients as they are; the
     caller must not step on them.
     """
-    bounds = torch.tensor([limits[row] or float("inf") for row in rows], device=norms.device)
-    factors = (bounds / (norms + CLIP_EPS)).clamp(max=1.0)
+    factors = clip_factors(rows, norms, limits)
     for factor, (name, row) in zip(factors, rows.items(), strict=True):
         if limits[name] is not None and row.gradients():
             torch._foreach_mul_(row.gradients(), factor)

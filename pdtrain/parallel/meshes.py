@@ -43,12 +43,15 @@ class Meshes:
 def create_meshes(layout: Layout, device_type: str) -> Meshes:
     """Create every group of `layout`; the only place of the trainer that does. Needs an initialised default group.
 
+    Every rank of the job calls it: creating a group is collective. Ranks of the update pool are in none of them.
     Raises RuntimeError when a group's members differ from what `layout.groups()` printed at start.
     """
     world = init_device_mesh(device_type, (layout.ranks,), mesh_dim_names=("world",))
     dense = world._unflatten(0, (layout.dp, layout.tensor), ("dp", "tp"))
     sparse = world._unflatten(0, (layout.edp, layout.expert), ("edp", "ep"))
     meshes = Meshes(layout, world, dense, sparse)
+    if world.get_coordinate() is None:
+        return meshes
     printed = layout.groups()
     for family, mesh in (("dp", meshes.dp), ("tp", meshes.tp), ("edp", meshes.edp), ("ep", meshes.ep)):
         ranks = mesh.mesh.flatten().tolist()

@@ -43,8 +43,45 @@ def as_json(resolved: Resolved, warnings: Sequence[str] = ()) -> dict[str, Any]:
             "activated_convention": counted.convention,
             "activated_with_embedding": counted.activated_with_embedding,
         },
+        "pools": pools_as_json(resolved),
         "warnings": list(warnings),
     }
+
+
+def pools_as_json(resolved: Resolved) -> dict[str, Any] | None:
+    """What the pools will hold and exchange; None without them. Bytes are of all ranks of a pool, per step."""
+    settings = resolved.run.pools
+    if not resolved.update_ranks:
+        return None
+    trained = count(resolved.run.model).trained
+    each = settings.mode != "sync" and settings.granularity == "micro_batch"
+    item = 4 if settings.payload == "fp32" else 2
+    return {
+        "mode": settings.mode,
+        "compute": [0, resolved.ranks - 1],
+        "update": [resolved.ranks, resolved.world - 1],
+        "payload": settings.payload,
+        "staleness": settings.staleness if settings.mode == "async" else 0,
+        "state_bytes_per_update_rank": 12 * trained // resolved.update_ranks,
+        "bytes_up": item * trained * (resolved.accumulation if each else 1),
+        "bytes_down": item * trained,
+    }
+
+
+def _pools(resolved: Resolved) -> Iterator[str]:
+    found = pools_as_json(resolved)
+    if found is None:
+        return
+    first, last = found["update"]
+    members = f"rank {first}" if first == last else f"ranks {first}-{last}"
+    yield (
+        f"pools: {found['mode']}; forward and backward on ranks 0-{resolved.ranks - 1}, optimizer state and step on "
+        f"{members}: about {found['state_bytes_per_update_rank'] / 1e6:,.1f} MB of FP32 masters and moments each"
+    )
+    yield (
+        f"  per step {found['bytes_up'] / 1e6:,.1f} MB of gradients up and {found['bytes_down'] / 1e6:,.1f} MB of weights "
+        f"down ({found['payload']}), over all ranks of a pool, whatever the DP degree"
+    )
 
 
 def _row(resolved: Resolved, counted: Parameters, row: str) -> dict[str, Any]:
@@ -64,7 +101,8 @@ def _row(resolved: Resolved, counted: Parameters, row: str) -> dict[str, Any]:
 
 def as_text(resolved: Resolved) -> str:
     """The same for people."""
-    return "\n".join([Layout.from_run(resolved.run).text(), *_batch(resolved), *_modules(resolved), *_counts(resolved)])
+    parts = [Layout.from_run(resolved.run).text(), *_batch(resolved), *_pools(resolved)]
+    return "\n".join([*parts, *_modules(resolved), *_counts(resolved)])
 
 
 def _batch(resolved: Resolved) -> Iterator[str]:

@@ -98,7 +98,7 @@ def test_nothing_heavy_is_imported_before_a_job_starts():
         (["absent.toml"], 'no such configuration file: "absent.toml"'),
         (["--preset", "tiny", "--nproc", "3"], "parallel.ranks = 3 is not DP x tensor 2"),
         (["--preset", "deepseek-v3"], "parallel.pipeline = 16 cannot be trained yet, only planned"),
-        (["--preset", "tiny", "--set", "pools.mode=sync", "--set", "pools.update_ranks=1"], "not built yet"),
+        (["--preset", "tiny", "--set", "pools.mode=sync"], "needs an update pool, but pools.update_ranks = 0"),
         (["--preset", "tiny", "--set", "data.path=/nowhere/*.txt"], "/nowhere/*.txt"),
         (["--preset", "tiny", "--resume"], "give --run-dir, or a checkpoint's path"),
         (["--preset", "tiny", "--resume", "--run-dir", "missing"], "nothing to resume from: no directory missing"),

@@ -121,7 +121,8 @@ def test_byte_vocabulary_is_asked_only_of_bytes():
 
 
 def test_what_can_only_be_planned_is_refused_to_train():
-    for overrides in (("parallel.pipeline=2", "parallel.ranks=16"), ("pools.mode=async", "pools.update_ranks=2")):
+    pools = ("pools.mode=sync", "pools.update_ranks=2", "train.on_spike=rewind", "checkpoint.every=10")
+    for overrides in (("parallel.pipeline=2", "parallel.ranks=16"), pools):
         assert "yet" not in said(*overrides)
         assert "yet" in said(*overrides, train=True)
 

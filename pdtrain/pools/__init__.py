@@ -1,0 +1,13 @@
+"""Phase separation: forward and backward on the compute ranks, optimizer state and step on the update ranks.
+
+message.py   what one message carries, and how it is checked
+links.py     one pair of ranks, one direction; its ends: sending.py, with resend, and receiving.py, with checks
+plan.py      which update rank owns which part of the model, in which buckets it travels
+compute.py   the compute rank's side of the exchange
+update.py    the update rank: masters, moments, the step
+state.py     the update pool's state as a checkpoint sees it
+run.py       joining the pools: groups, agreement at the start, the update rank's loop
+faults.py    faults on purpose, for tests and drills
+
+How it is used and what is guaranteed: docs/pools.md.
+"""

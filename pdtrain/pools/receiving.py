@@ -1,0 +1,167 @@
+"""The receiving end of a link.
+
+Every message is checked, answered, and kept until somebody asks for it by kind, step, micro-batch and bucket: delays,
+duplicates and another order change nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdtrain.pools.links import REPEATED, WINDOW, End, LinkThread
+from pdtrain.pools.message import HEADER_BYTES, Damaged, Header, Kind, PoolError, Status, checksum, describe
+
+#: Steps for which a receiver remembers what it has seen, to know a duplicate.
+REMEMBERED_STEPS = 8
+
+
+class NewerAttempt(Exception):
+    """The sender computes the step again: what was received of it is void."""
+
+
+class Receiver(LinkThread):
+    """The receiving end. `judge` looks at the header of a whole message: whether its version may be used."""
+
+    def __init__(self, end: End, judge: Callable[[int, Header], Status]) -> None:
+        self.judge = judge
+        self.oldest: dict[int, int] = {}  # step -> the oldest weight version among the gradients taken for it
+        self.box: dict[tuple[Kind, int, int, int], tuple[Header, Tensor]] = {}
+        self.attempts: dict[int, int] = {}  # step -> newest attempt
+        self._seen: set[tuple[Kind, int, int, int, int]] = set()
+        self._newest_step = 0
+        self._answers: deque[tuple[Tensor, Any]] = deque()
+        self._damaged: dict[tuple[Kind, int, int, int], int] = {}
+        self._wanted = "messages"
+        super().__init__(end, "receive")
+
+    def take(self, kind: Kind, step: int, bucket: int = 0, micro: int = 0, attempt: int = 0) -> Tensor | None:
+        """The payload, once it is here; None for gradients that were refused: their step's commit is here already.
+
+        Raises:
+            PoolError: the peer is gone or silent.
+            NewerAttempt: gradients of a later attempt at this step are on their way.
+        """
+        key, began = (kind, step, micro, bucket), time.monotonic()
+        commit = (Kind.COMMIT, step, 0, 0)
+        with self.changed:
+            self._wanted = describe(kind, step, bucket, micro)
+            while True:
+                if kind in REPEATED and self.attempts.get(step, 0) > attempt:
+                    raise NewerAttempt
+                if key in self.box:
+                    return self.box.pop(key)[1]
+                if kind is Kind.GRADIENTS and commit in self.box:
+                    return None
+                self._raise()
+                waited = time.monotonic() - began
+                if waited >= self.end.timeout_seconds:
+                    self.error = self.end.lost(
+                        f"no answer in {self.end.timeout_seconds:g} s", self._wanted, waited
+                    )
+                    raise self.error
+                self.changed.wait(self.end.timeout_seconds - waited)
+
+    def newest(self, kind: Kind) -> Tensor | None:
+        """The newest message of `kind` that is here, without waiting; older ones are forgotten."""
+        with self.changed:
+            keys = sorted(key for key in self.box if key[0] is kind)
+            found = [self.box.pop(key) for key in keys]
+        return found[-1][1] if found else None
+
+    def close(self) -> None:
+        """Wait for the peer's END."""
+        self._thread.join(timeout=self.end.timeout_seconds)
+        self.closing = True
+
+    def _waiting_for(self) -> str:
+        return self._wanted
+
+    def _run(self) -> None:
+        packed = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        while True:
+            self.end.receive(packed)
+            try:
+                header = Header.unpack(packed)
+            except Damaged as error:
+                raise self.end.lost(str(error), self._wanted) from None
+            payload = torch.empty(header.length, dtype=torch.uint8)
+            if header.length:
+                self.end.receive(payload)
+            began = time.perf_counter()
+            status = self._verdict(header, payload)
+            self._reply(header, status)
+            with self.changed:
+                self.counters.bytes += header.length
+                self.counters.messages += 1
+                self.counters.seconds += time.perf_counter() - began
+            if header.kind is Kind.END:
+                self.closing = True
+                self._settle()
+                return
+
+    def _settle(self) -> None:
+        """Wait until the sender has read every answer."""
+        while self._answers:
+            self._answers.popleft()[1].wait()
+
+    def _reply(self, header: Header, status: Status) -> None:
+        """Answer without waiting: the sender reads its answers when its window is full, or has nothing to send."""
+        answer = Header(Kind.ACK, header.step, header.version, header.bucket, header.micro, sequence=header.sequence,
+                        incarnation=self.end.incarnation, status=status).pack()
+        self._answers.append((answer, self.end.send(answer)))
+        while len(self._answers) > 4 * WINDOW:
+            self._answers.popleft()[1].wait()
+
+    def _verdict(self, header: Header, payload: Tensor) -> Status:
+        note = {"step": header.step, "peer": self.end.peer, "direction": self.end.direction, "bucket": header.bucket}
+        if header.kind is Kind.END:
+            return Status.OK
+        if header.length and checksum(payload) != header.checksum:
+            bad = self._damaged[header.key] = self._damaged.get(header.key, 0) + 1
+            with self.changed:
+                self.counters.checksum_errors += 1
+            self.end.note("pool_checksum_error", attempt=bad, **note)
+            if bad > self.end.resend_limit:
+                self._reply(header, Status.CHECKSUM)  # the sender says the same, of itself
+                self._settle()
+                raise PoolError(self.end.refused(header, f"checksum wrong {bad} times in a row", by_peer=False))
+            return Status.CHECKSUM
+        identity = (*header.key, header.attempt)
+        with self.changed:
+            duplicate = identity in self._seen or header.step < self._newest_step - REMEMBERED_STEPS
+            self.counters.duplicates += duplicate
+        if duplicate:
+            self.end.note("pool_duplicate", **note)
+            return Status.OK
+        status = self.judge(self.end.peer, header)
+        if status is not Status.OK:
+            with self.changed:
+                self.counters.version_mismatches += 1
+            return status
+        with self.changed:
+            self._seen.add(identity)
+            if header.kind is Kind.GRADIENTS:
+                self.oldest[header.step] = min(header.version, self.oldest.get(header.step, header.version))
+            newest = self.attempts.get(header.step, 0)
+            if header.kind not in REPEATED or header.attempt >= newest:
+                self.box[header.key] = (header, payload)
+            if header.kind in REPEATED and header.attempt > newest:
+                self.attempts[header.step] = header.attempt
+                for key in [key for key in self.box if self._outdated(key)]:
+                    del self.box[key]
+            if header.step > self._newest_step:
+                self._newest_step = header.step
+                limit = header.step - REMEMBERED_STEPS
+                self._seen = {seen for seen in self._seen if seen[1] >= limit}
+                self.attempts = {step: attempt for step, attempt in self.attempts.items() if step >= limit}
+            self.changed.notify_all()
+        return Status.OK
+
+    def _outdated(self, key: tuple[Kind, int, int, int]) -> bool:
+        return key[0] in REPEATED and self.box[key][0].attempt < self.attempts.get(key[1], 0)
