@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from diag.checkpoints.steps import Step, step_of_name
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 DIRECTORIES, STEPS, FILES, METADATA_BYTES = 4, 3, 2000, 32 << 20
 #: No further step is begun after so many seconds.
 SECONDS = 2.0
+#: A step without its commit mark whose files are younger than this may be on its way.
+WRITING_SECONDS = 120.0
 #: Suffixes of files that hold tensors: where none of a step's is here, only its small files were copied.
 _PAYLOAD = (".distcp", ".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
@@ -67,25 +70,30 @@ def _directory(directory: Path, until: float) -> tuple[Finding | None, str]:
     command = f"pdtrain diag ckpt verify {directory}"
     try:
         place = formats.place_of(str(directory))
-        listed = [s for s in steps.find(place) if not s.leftover and formats.reader_of(formats.place_of(s.path))]
+        newest = sorted((s for s in steps.find(place) if not s.leftover), key=lambda s: s.step or 0, reverse=True)
+        listed = [s for s in newest[:STEPS] if formats.reader_of(formats.place_of(s.path))]
     except (PdtrainError, OSError):
         return None, ""
     broken: list[tuple[Step, str]] = []
-    for step in sorted(listed, key=lambda s: s.step or 0, reverse=True)[:STEPS]:
+    writing = ""
+    for step in listed:
         if time.monotonic() > until or _too_large(step.path):
-            return None, f"the checkpoints in {directory}, which are large; {command}"
-        try:
-            why, here = _whole(step.path)
-        except (PdtrainError, OSError) as error:
-            why, here = str(error).removeprefix(f"{step.path}: "), True
-        if not here:
+            break
+        look = _look(step.path)
+        if look.writing:
+            writing = f"{step.path}, which is being written or was interrupted just now"
+        elif look.absent:
             return None, f"the checkpoints in {directory}, whose tensors are not here; where they are, {command}"
-        if not why:
-            if not broken:
-                return None, f"the bytes of {step.path}, which has all it needs; {command} --deep reads them"
-            return _finding(broken, step, command), ""
-        broken.append((step, why))
-    return (_finding(broken, None, command), "") if broken else (None, "")
+        elif look.why:
+            broken.append((step, look.why))
+        elif broken:
+            return _finding(broken, step, command), writing
+        else:
+            return None, writing or f"the bytes of {step.path}, which has all it needs; {command} --deep reads them"
+    else:
+        return (_finding(broken, None, command) if broken else None), writing
+    return (_finding(broken, None, command) if broken else None,
+            writing or f"the {'older ' if broken else ''}checkpoints in {directory}, which are large; {command}")
 
 
 def _finding(broken: list[tuple[Step, str]], safe: Step | None, command: str) -> Finding:
@@ -114,14 +122,31 @@ def _too_large(folder: Path) -> bool:
     return metadata.is_file() and metadata.stat().st_size > METADATA_BYTES
 
 
-def _whole(folder: Path) -> tuple[str, bool]:
-    """(what is wrong with the structure, "" for nothing; whether any of its tensors are here)."""
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What the structure of one step says: `why` it is not whole; its tensors are `absent`; somebody is `writing`."""
+
+    why: str = ""
+    absent: bool = False
+    writing: bool = False
+
+
+def _look(folder: Path) -> _Look:
     from diag.checkpoints import formats
     from diag.checkpoints.verify import Options, verify
+    from diag.errors import PdtrainError
 
-    checkpoint = formats.read(folder)
-    wanted = checkpoint.expected | checkpoint.files
-    if not any(n.endswith(_PAYLOAD) and checkpoint.folder.size(n) is not None for n in wanted):
-        return "", False
-    outcomes = verify(checkpoint, Options(bytes=False))
-    return next((p.text for o in outcomes for p in o.problems if p.severity == "error"), ""), True
+    try:
+        checkpoint = formats.read(folder)
+        wanted = sorted(checkpoint.expected | checkpoint.files)
+        here = [name for name in wanted if checkpoint.folder.size(name) is not None]
+        if not any(name.endswith(_PAYLOAD) for name in here):
+            return _Look(absent=True)
+        if checkpoint.committed is False:
+            last = max(checkpoint.folder.path(name).stat().st_mtime for name in here)
+            if time.time() - last < WRITING_SECONDS:
+                return _Look(writing=True)
+        outcomes = verify(checkpoint, Options(bytes=False))
+    except (PdtrainError, OSError) as error:
+        return _Look(str(error).removeprefix(f"{folder}: "))
+    return _Look(next((p.text for o in outcomes for p in o.problems if p.severity == "error"), ""))

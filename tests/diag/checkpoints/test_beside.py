@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -74,6 +75,18 @@ def test_a_copy_without_the_large_files_is_not_blamed(run: Path) -> None:
     report = diagnose([run])
     assert report.verdict == "healthy"
     assert any("tensors are not here" in note for note in report.not_checked)
+
+
+def test_a_step_that_is_being_written_is_not_blamed(run: Path) -> None:
+    """No commit mark and files of this minute: a running job. An hour later it is what a crash left."""
+    step = run / "checkpoints" / "step_00000100"
+    (step / "manifest.json").unlink()
+    report = diagnose([run])
+    assert report.verdict == "healthy"
+    assert any("step_00000100, which is being written" in note for note in report.not_checked)
+    for file in step.iterdir():
+        os.utime(file, (0, 0))
+    assert "step_00000100, is not safe to resume from" in diagnose([run]).headline
 
 
 def test_no_tensor_is_read_and_the_work_is_bounded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
