@@ -63,7 +63,12 @@ def run_rank(ask: Ask, shown: Shown) -> int | None:
     except ImportError:
         raise MissingExtra("pdtrain diag comm", "train", "torch") from None
     cuda = torch.cuda.is_available()
-    device = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", "0"))) if cuda else ""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    here = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+    if cuda and here > torch.cuda.device_count():
+        raise UsageError(f"{here} ranks and {torch.cuda.device_count()} GPUs on this host; start one rank for each "
+                         "GPU, or set CUDA_VISIBLE_DEVICES= to measure with Gloo")
+    device = torch.cuda.get_device_name(local) if cuda else ""
     control = Control(lambda: _client(ask.timeout), rank, world, ask.timeout, identity(device=device))
     work = Work(ask, control, rank, world, "cuda" if cuda else "cpu")
     with _signals() as stopped:
@@ -72,7 +77,8 @@ def run_rank(ask: Ask, shown: Shown) -> int | None:
         try:
             _watch(work, control, stopped, rank)
         except PdtrainError:
-            if rank != 0:  # rank 0 says it
+            if rank != 0:  # rank 0 says it, unless the launcher ends it first
+                time.sleep(1.0)
                 _leave(PdtrainError.exit_status)
             raise
         if control.verdict is not None or control.store_error or work.is_alive():

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from diag.errors import MissingExtra, PdtrainError
+from diag.errors import MissingExtra, PdtrainError, UsageError
 from diag.probes.comm.ask import Ask
 from diag.probes.comm.rank import Shown, run_rank
 
@@ -33,9 +33,8 @@ def entry(ask: Ask, shown: Shown) -> None:
     try:
         status = run_rank(ask, shown)
     except PdtrainError as error:
-        status = error.exit_status
-        if os.environ.get("RANK") == "0":
-            print(f"pdtrain: {error}", file=sys.stderr)
+        Path(os.environ[STATUS_FILE]).write_text(f"{error.exit_status}\n{error}", "utf-8")
+        os._exit(error.exit_status)
     except Exception:
         traceback.print_exc()
         status = BUG
@@ -51,6 +50,7 @@ def run_local(ask: Ask, shown: Shown, processes: int) -> int:
 
     Raises:
         MissingExtra: torch is not installed.
+        UsageError: what the ranks found wrong with what was asked.
     """
     try:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -77,9 +77,11 @@ def run_local(ask: Ask, shown: Shown, processes: int) -> int:
             return 128 + int(received.sigval)
         except (ChildFailedError, json.JSONDecodeError) as error:
             failure = _first(error)
-        said = status.read_text("ascii") if status.exists() else ""
-        if said:
-            return int(said)
+        code, _, words = status.read_text("utf-8").partition("\n") if status.exists() else ("", "", "")
+        if words:
+            raise UsageError(words)
+        if code:
+            return int(code)
         print(f"pdtrain: no rank could report{failure and f': {failure}'}", file=sys.stderr)
         return 1
 
