@@ -39,7 +39,7 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether the fullest rank stays below the watermark."""
-        return self.worst.total + memory.RUNTIME_BYTES <= memory.WATERMARK * self.memory_bytes
+        return self.worst.total + self.hardware.runtime_bytes <= memory.WATERMARK * self.memory_bytes
 
     @property
     def within_budget(self) -> bool:
@@ -97,7 +97,7 @@ def conventions(found: Estimate) -> list[str]:
         "worst_rank decides `fits`",
         f"activations: inventory `{inventory_of(setup)}`, {'flash' if setup.options.flash else 'explicit'} attention, "
         f"overload factor {setup.options.overload:g} on routed rows, {experts}",
-        f"fits: worst rank + {memory.RUNTIME_BYTES / 1e9:g} GB for context and NCCL <= {memory.WATERMARK:.0%} of memory"
+        f"fits: worst rank + {hardware.runtime_bytes / 1e9:g} GB for context and NCCL <= {memory.WATERMARK:.0%} of memory"
         f"; budget: <= {memory.BUDGET:.0%} without them",
         f"hardware: {hardware.name}, {hardware.source} ({hardware.date}){measured}",
         f"time: model, not measurement (docs/plan.md says how far off); routing balanced up to the overload factor; "

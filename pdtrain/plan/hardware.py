@@ -20,6 +20,8 @@ DEFAULT = "h100-sxm"
 PROBE_LIMIT_BYTES = 64 << 20
 #: The same of a hardware file.
 HARDWARE_LIMIT_BYTES = 1 << 20
+#: What a hardware file may state as 0.
+MAY_BE_ZERO = ("latency", "block_overhead", "step_overhead", "runtime_bytes")
 #: An all_reduce of so few bytes takes as long as one of none.
 SMALL_BYTES = 8192
 
@@ -30,7 +32,8 @@ class Hardware:
 
     latency: seconds that starting one collective costs. block_overhead: seconds of the host per block and micro-batch,
     forward and backward, that no device work hides; step_overhead: the same per optimizer step. The catalogue takes the
-    latter two as 0: a GPU that is busy hides them.
+    latter two as 0: a GPU that is busy hides them. runtime_bytes: what the context, NCCL's buffers and the allocator take
+    beside tensors, 2 to 4 GB on NVIDIA GPUs (field value); nothing on CPUs.
     """
 
     key: str
@@ -50,6 +53,7 @@ class Hardware:
     latency: float = 25e-6
     block_overhead: float = 0.0
     step_overhead: float = 0.0
+    runtime_bytes: float = 3e9
 
     def peak(self, dtype: str) -> float:
         """Dense peak of a compute dtype."""
@@ -119,7 +123,7 @@ def read_hardware(path: Path) -> Hardware:
             if set(found) != {"bf16", "fp32"} or not all(found.values()):
                 raise UsageError(f"{where}: flops must be {{ bf16 = FLOP/s, fp32 = FLOP/s }}")
             values[name] = found
-        elif not _positive(value) and not (value == 0 and row.default == 0):
+        elif not _positive(value) and not (value == 0 and name in MAY_BE_ZERO):
             raise UsageError(f"{where}: {name} = {value!r} is no positive number")
         else:
             values[name] = int(_positive(value)) if name == "devices_per_node" else _positive(value)

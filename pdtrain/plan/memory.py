@@ -14,9 +14,6 @@ from pdtrain.plan.setup import Setup, Stage, in_flight, stages
 
 #: Budget rule: plan for at most this share of a device's memory in theory; the watermark includes peaks.
 BUDGET, WATERMARK = 0.70, 0.90
-#: What the device's context, NCCL's buffers and the allocator take beside tensors: 2 - 4 GB on NVIDIA GPUs (field
-#: value).
-RUNTIME_BYTES = 3e9
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,12 +153,12 @@ def _timed(
             return None
         _, worst = memory.peak(setup)
         limit = memory.WATERMARK * found.memory_bytes
-        if worst.total + memory.RUNTIME_BYTES > limit:
+        if worst.total + hardware.runtime_bytes > limit:
             if chunks == 1:
                 what = "states alone" if worst.states > limit else "with activations"
                 found.reject(
                     label, f"does not fit ({what})",
-                    f"{(worst.total + memory.RUNTIME_BYTES) / 1e9:,.1f} GB > {limit / 1e9:,.1f} GB, "
+                    f"{(worst.total + hardware.runtime_bytes) / 1e9:,.1f} GB > {limit / 1e9:,.1f} GB, "
                     f"states {worst.states / 1e9:,.1f} GB",
                 )  # fmt: skip
             continue

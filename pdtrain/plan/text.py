@@ -113,7 +113,7 @@ def _verdict(found: Estimate) -> Iterator[str]:
     if not found.fits:
         yield (
             f"verdict: does NOT fit: stage {found.worst.stage} needs {size(found.worst.total)} + "
-            f"{size(memory.RUNTIME_BYTES)} for context and NCCL, the watermark is {memory.WATERMARK:.0%} of "
+            f"{size(found.hardware.runtime_bytes)} for context and NCCL, the watermark is {memory.WATERMARK:.0%} of "
             f"{size(found.memory_bytes)}; see `pdtrain plan advise`"
         )
     elif not found.within_budget:

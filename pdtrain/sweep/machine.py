@@ -83,6 +83,7 @@ def hardware_of(row: dict[str, Any], asked: str | None) -> Hardware:
         devices_per_node=max(8, row["ranks"]),
         gemm_efficiency=1.0,
         attention_efficiency=0.5,
+        runtime_bytes=0.0 if row["device"] == "cpu" else 3e9,
         source=f"measured by `pdtrain sweep` on {row['host']}: product of FP32 matrices of {EDGE} x {EDGE}, copy of "
         f"{COPIED * 4 >> 20} MiB; links not measured",
         date=time.strftime("%Y-%m-%d"),

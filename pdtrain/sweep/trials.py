@@ -17,7 +17,6 @@ from pdtrain.config.mistakes import show
 from pdtrain.config.resolved import fill
 from pdtrain.config.schema import Run
 from pdtrain.plan.hardware import Hardware
-from pdtrain.plan.memory import RUNTIME_BYTES, WATERMARK
 from pdtrain.plan.setup import Options, Setup, layout_text
 from pdtrain.plan.sweep import MICRO_BATCHES
 from pdtrain.plan.sweep import sweep as plan_sweep
@@ -118,10 +117,7 @@ def from_layouts(
     """
     run = loaded.run
     micro = sorted({*MICRO_BATCHES, run.train.micro_batch})
-    limit = NO_LIMIT
-    if memory is not None:  # the plan counts a GPU's context and NCCL, which no process on CPUs has
-        limit = memory + (RUNTIME_BYTES / WATERMARK if cpu else 0)
-    planned = plan_sweep(run, Options(), hardware, limit, trainable=True, micro_batches=micro)
+    planned = plan_sweep(run, Options(), hardware, memory or NO_LIMIT, trainable=True, micro_batches=micro)
     legal = planned.candidates
     if not legal:
         reasons = "; ".join(planned.examples[kind] for kind, _ in planned.reasons.most_common(3))
