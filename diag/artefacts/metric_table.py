@@ -36,7 +36,7 @@ class Series:
         """Append many points. No copies on the way: a log may hold millions."""
         for column, more, kind in ((self.steps, steps, "int64"), (self.lines, lines, "int64"),
                                    (self.values, values, "float64")):
-            column.frombytes(memoryview(more.astype(kind, order="C", copy=False)).cast("B"))
+            column.frombytes(more.astype(kind, order="C", copy=False).data.cast("B"))
 
     def rewind(self, step: int) -> None:
         """Drop what lies beyond `step`: the run went back there and did the steps again."""

@@ -24,7 +24,8 @@ from diag.signatures import Catalogue, load_catalogue
 from diag.watch.tails import Growth, Point, Tail, WholeTail
 
 BLOCK = 2 << 20
-#: Of a long log that was there before, so much at its beginning and its end is searched for progress line by line.
+#: Of what is long (a log that was there before, a burst) so much at its beginning and its end is searched for progress
+#: line by line.
 FULL_BEGIN, FULL_END = 1 << 20, 4 << 20
 #: A line that is longer than this and still grows is a progress bar.
 BAR_BYTES = 2048
@@ -134,7 +135,6 @@ class LogTail(Tail):
         if LogTail.catalogue is None:
             LogTail.catalogue = load_catalogue(source.options.signatures)
         self.scan = Scan(LogTail.catalogue, style_of(source.head), 1 << 62)
-        self.first_size = info.st_size
         self.end = b""
         self.held = b""
         self.held_since = 0.0
@@ -168,7 +168,7 @@ class LogTail(Tail):
 
     def _block(self, block: bytes, growth: Growth) -> None:
         facts = self.scan.facts
-        whole = facts.size < FULL_BEGIN or facts.size > self.first_size - FULL_END
+        whole = facts.size < FULL_BEGIN or facts.size > self.size - FULL_END
         self.scan.budget = 1 << 62 if whole else 16 * GLANCE
         events, known = len(facts.events) + len(facts.tracebacks), len(facts.progress)
         self.scan.feed(block, b"", False)

@@ -30,11 +30,12 @@ class Hooks:
         self.complain = complain
         self._said: set[str] = set()
         self._actions: list[tuple[str, Callable[[bytes], str | None]]] = [
-            *((f"--exec {command[0]}", lambda body, command=command: run(command, body)) for command in commands),
+            *((f"--exec {command[0]}", lambda body, command=command: self._run(command, body)) for command in commands),
             *((f"--webhook {host_of(url)}", lambda body, url=url: post(url, body)) for url in urls),
         ]
         self._queue: queue.Queue[bytes | None] = queue.Queue(WAITING)
         self._thread: threading.Thread | None = None
+        self._running: subprocess.Popen[bytes] | None = None
 
     def send(self, body: bytes) -> None:
         """Queue one alarm; never blocks."""
@@ -53,9 +54,11 @@ class Hooks:
         if self._thread is not None:
             try:
                 self._queue.put_nowait(None)
+                self._thread.join(seconds)
             except queue.Full:
-                return
-            self._thread.join(seconds)
+                pass
+            if (running := self._running) is not None:  # nothing of the watch outlives it
+                running.kill()
 
     def _work(self) -> None:
         while (body := self._queue.get()) is not None:
@@ -67,25 +70,30 @@ class Hooks:
                 if problem:
                     self._once(name, problem)
 
+    def _run(self, command: Sequence[str], body: bytes) -> str | None:
+        """Start `command` without a shell, give it `body`; what went wrong, in words."""
+        try:
+            with subprocess.Popen(list(command), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                                  stderr=subprocess.PIPE) as process:
+                self._running = process
+                try:
+                    _, error = process.communicate(body, timeout=COMMAND_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    return f"took longer than {COMMAND_SECONDS:.0f} s and was ended"
+                finally:
+                    self._running = None
+        except OSError as problem:
+            return f"cannot be started: {problem.strerror or problem}"
+        if process.returncode:
+            said = error.decode("utf-8", "replace").strip().splitlines()
+            return f"exit status {process.returncode}{f': {said[-1][:200]}' if said else ''}"
+        return None
+
     def _once(self, name: str, problem: str) -> None:
         if name not in self._said:
             self._said.add(name)
             self.complain(f"{name}: {problem}")
-
-
-def run(command: Sequence[str], body: bytes) -> str | None:
-    """Start `command` without a shell, give it `body`; what went wrong, in words."""
-    try:
-        done = subprocess.run(list(command), input=body, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                              timeout=COMMAND_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return f"took longer than {COMMAND_SECONDS:.0f} s and was ended"
-    except OSError as error:
-        return f"cannot be started: {error.strerror or error}"
-    if done.returncode:
-        said = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        return f"exit status {done.returncode}{f': {said[-1][:200]}' if said else ''}"
-    return None
 
 
 def post(url: str, body: bytes) -> str | None:
