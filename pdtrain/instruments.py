@@ -152,16 +152,17 @@ class Instruments:
             | {
                 "memory_bytes": (float(peak_memory_bytes(self.place.device)), "max"),
                 "all_to_all_bytes": (sent / steps, "mean"),
-                "measuring": (self.recorder.measuring_seconds / wall, "max"),
+                "measuring": (self.recorder.measuring_seconds, "max"),
+                "wall": (wall, "mean"),  # one rank's own may be short because the one before was long
             }
             | ({} if self.pools is None else self.pools.measured()),
             group=None if self.pools is None else self.pools.group,
         )
         if self.pools is not None:
             reduced |= self.pools.heard()
-        if measuring := reduced.pop("measuring"):  # the same on all ranks, and so is what follows from it
-            self.recorder.measure_every(min(self.run.recorder.module_times_every,
-                                            math.ceil(measuring / MEASURING_SHARE)))
+        # The same on all ranks, and so is what follows from it.
+        if share := reduced.pop("measuring") / reduced.pop("wall"):
+            self.recorder.measure_every(min(self.run.recorder.module_times_every, math.ceil(share / MEASURING_SHARE)))
         tokens_per_second = self.resolved.tokens_per_step / wall
         values: dict[str, Any] = reduced | {f"{name}_seconds": seconds for name, seconds in aside.items()}
         values["tokens_per_second"] = tokens_per_second
