@@ -45,16 +45,20 @@ class Identity:
         local = speaker.local_rank if speaker.local_rank is not None else log.name_local_rank
         return self.rank_from_local(local, host)
 
-    def rank_from_local(self, local: int | None, host: str | None) -> int | None:
-        """A local rank as global: known from a block, or the same number when the job has one host only."""
+    def rank_from_local(self, local: int | None, host: str | None, *, alone: bool = False) -> int | None:
+        """A local rank as global: known from a block, or the same number when the job has one host only.
+
+        `alone`: the one launcher that speaks says it, so that its host is the only one unless something tells of more.
+        """
         if local is None:
             return None
         found = self.rank_of_local.get((host, local))
         if found is None and host is None and self.one_host():
             candidates = {rank for (_, number), rank in self.rank_of_local.items() if number == local}
             found = candidates.pop() if len(candidates) == 1 else None
-        if found is None and self.one_host() and self.world is not None and local < self.world <= 16:
-            found = local
+        if found is None and self.one_host():
+            world = self.world if self.world is not None or not alone else max([local, *self.ranks]) + 1
+            found = local if world is not None and local < world <= 16 else None
         return found
 
     def one_host(self) -> bool:

@@ -30,6 +30,8 @@ _FOREIGN = re.compile(r"^\s*(?:\[rank ?\d+\]|\[[A-Za-z_]\w*?\d+\]:|\([\w.]+ pid=
                       r"terminate called|Exception raised from|frame #\d)")
 
 _LIBRARY = re.compile(r"site-packages|dist-packages|/lib(?:64)?/python[\d.]+/|^<|/torch/|\bray/_private")
+#: Ray prints the frames of the task below its own exception, without a heading: "RayTaskError(KeyError): ray::main()".
+_CARRIER = re.compile(r"\bRayTaskError\(\w+\)$")
 #: Type names that only report what happened to another process or rank.
 WRAPPERS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "CalledProcessError",
             "RayTaskError", "SignalException", "SystemExit")
@@ -63,13 +65,14 @@ def exception_line(text: str) -> tuple[str, str] | None:
     return found["type"], found["message"] or ""
 
 
-def parse(lines: Sequence[TextLine], start: int, speaker: Speaker) -> tuple[Traceback | None, set[int]]:
+def parse(lines: Sequence[TextLine], start: int, speaker: Speaker, base: str | None = None,
+          ) -> tuple[Traceback | None, set[int]]:
     """The traceback whose first line is `lines[start]`; and the numbers of lines that only quote source code.
 
-    Lines of other writers between its lines are passed over. None when no exception line follows.
+    Lines of other writers between its lines are passed over. None when no exception line follows. `base` is what
+    stands before each line, where that is known.
     """
-    head = lines[start].text
-    base = _base(lines, start, head)
+    base = _base(lines, start, lines[start].text) if base is None else base
     frames: list[Frame] = []
     quoted: set[int] = set()
     flat = False  # a forum or a chat has eaten the indentation: a line of code follows each frame all the same
@@ -107,10 +110,16 @@ def parse(lines: Sequence[TextLine], start: int, speaker: Speaker) -> tuple[Trac
             if frames:
                 break
             continue
-        message, last = _message(lines, index, base, found[1], quoted)
-        return Traceback(type=found[0], message=message, line=line.number, end_line=last, offset=line.offset,
-                         text=stripped[:2000], speaker=speaker, frames=frames,
-                         process=_process(lines, start)), quoted
+        bare = stripped == found[0]
+        message, last = ("", line.number) if bare else _message(lines, index, base, found[1], quoted)
+        result = Traceback(type=found[0], message=message, line=line.number, end_line=last, offset=line.offset,
+                           text=stripped[:2000], speaker=speaker, frames=frames, process=_process(lines, start))
+        if _CARRIER.search(found[0]):
+            inner, code = parse(lines, index - 1, speaker, base)
+            if inner is not None and inner.frames:
+                result.cause = inner
+                quoted |= code
+        return result, quoted
     return None, quoted
 
 

@@ -70,6 +70,7 @@ def findings_of(view: View) -> list[Finding]:
         if "collective-mismatch-detected" in finding.numbers.get("signatures", ()):
             fingerprints(view, finding)
         checkpoint_ranks(view, finding)
+        store_of_a_running_job(view, finding)
     found = [*known, *exception_findings(view), *waiting_findings(view)]
     found += [f for f in startup_findings(view) if f.confidence >= SURE_ABSENCE or not found]
     found = _merged(found + numeric_findings(view))
@@ -93,7 +94,7 @@ def findings_of(view: View) -> list[Finding]:
     for finding in found:
         if finding.cause == "killed_unconfirmed":
             finding.fix = list(UNCONFIRMED)
-    only = view.identity.only_host()
+    only = view.identity.only_host() or _scheduled_host(view)
     for finding in found:
         if finding.cause in HOST_CAUSES and not finding.where.hosts and only is not None:
             finding.where.hosts = [only]
@@ -114,6 +115,13 @@ def findings_of(view: View) -> list[Finding]:
     return found
 
 
+def _scheduled_host(view: View) -> str | None:
+    """The one host that the scheduler names for the job, where no line of the job names another."""
+    named = {item.groups["host"] for item in view.items if item.rule.id.startswith("slurm-") and
+             item.groups.get("host")}
+    return named.pop() if len(named) == 1 and not view.identity.hosts else None
+
+
 def launch_failure_of_a_peer(view: View, finding: Finding) -> None:
     """"unspecified launch failure" on one rank while others wait says that the rank died, not why."""
     if finding.cause != "cuda_kernel_fault" or finding.numbers.get("signatures") != ["cuda-launch-failure"]:
@@ -123,6 +131,14 @@ def launch_failure_of_a_peer(view: View, finding: Finding) -> None:
     if place is not None and others_wait(view, place, set(finding.where.ranks)):
         finding.cause, finding.severity, finding.confidence = "peer_exception", "fatal", 0.8
         finding.summary += "; the other ranks only wait for it"
+
+
+def store_of_a_running_job(view: View, finding: Finding) -> None:
+    """The agent asks the store for newcomers only while its workers run: there the store was lost, not never met."""
+    if finding.cause == "rendezvous_timeout" and any(
+            frame.function in ("num_nodes_waiting", "_exit_barrier") for raised in view.raised
+            for frame in raised.traceback.frames if raised.short.startswith("Rendezvous")):
+        finding.cause, finding.confidence = "store_lost", max(finding.confidence, 0.6)
 
 
 def checkpoint_ranks(view: View, finding: Finding) -> None:

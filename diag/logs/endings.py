@@ -43,9 +43,11 @@ def exits(view: View) -> list[Exit]:
     who = view.identity
     for index, block in view.blocks:
         found.append(Exit(block.code, block.rank, block.host or None, Place(index, block.line)))
-    for item in view.of("agent-failed", "deepspeed-exit"):
+    failed = view.of("agent-failed", "deepspeed-exit")
+    alone = len({(item.place.log, item.event.speaker.pid) for item in failed}) == 1
+    for item in failed:
         local = item.groups.get("local")
-        rank = who.rank_from_local(int(local), item.host) if local is not None else None
+        rank = who.rank_from_local(int(local), item.host, alone=alone) if local is not None else None
         found.append(Exit(int(item.groups["code"]), rank, item.host, item.place, item))
     for item in view.of("srun-task"):
         status = re.search(r"exit code (\d+)", item.groups["what"])

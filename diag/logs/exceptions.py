@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from diag.artefacts.log_facts import Traceback
 from diag.artefacts.log_rare import shape
-from diag.artefacts.traceback import user_frame
+from diag.artefacts.traceback import short_type, user_frame
 from diag.logs.culprit import WAITING, culprit_by_elimination
 from diag.logs.known import GENERIC, is_everybody, subject_of
 from diag.logs.view import Item, Place, Raised, View
@@ -30,6 +30,8 @@ READ_ERRORS = {"OSError", "EOFError", "RuntimeError", "UnpicklingError", "BadZip
                "SafetensorError", "UnicodeDecodeError", "PickleError", "zlib.error", "BadGzipFile"}
 _READERS = re.compile(r"torch/serialization\.py:(?:load|_load|_legacy_load|__init__|_open_zipfile_reader)$"
                       r"|safetensors/\S+:load|distributed/checkpoint/filesystem\.py:read")
+#: Where torch looks up what the model asks for among what the checkpoint holds; it says no more than the name.
+_PLANNERS = re.compile(r"torch/distributed/(?:_shard/)?checkpoint/\w*planner\w*\.py$")
 _WRITERS = re.compile(r"torch/serialization\.py:(?:save|_save|_legacy_save|_open_zipfile_writer)$")
 #: Messages of exceptions that only carry another one, whose own traceback follows.
 _CARRIES = re.compile(r"^\s*$|^Caught \w+ in (?:DataLoader worker|replica|pin memory thread)|"
@@ -74,11 +76,17 @@ def claims(view: View) -> tuple[dict[int, list[Item]], list[Raised], list[Raised
             reporters.append(raised)
         elif known:
             claimed[number] = known
-        elif victims or raised.short in REPORTERS:
+        elif victims or _reports(raised):
             reporters.append(raised)
         else:
             free.append(raised)
     return claimed, free, reporters
+
+
+def _reports(raised: Raised) -> bool:
+    """Whether the exception only tells what happened elsewhere; what Ray carries home stands below its own."""
+    name = short_type(raised.traceback.origin.type) if raised.short == "RayTaskError" else raised.short
+    return name in REPORTERS
 
 
 def carries(view: View, raised: Raised) -> bool:
@@ -148,6 +156,8 @@ def _finding(view: View, group: Group) -> Finding | None:
     frame = user_frame(origin) if origin else None
     if origin and origin.frames and kind.rsplit(".", 1)[-1] in READ_ERRORS and _reads_checkpoint(origin):
         return _unreadable(view, group, origin, named)
+    if origin and kind == "KeyError" and origin.frames and _PLANNERS.search(origin.frames[-1].file):
+        return _lacks_key(group, origin, named)
     waiting = others_wait(view, places[0], ranks)
     buggy = any(i.rule.id in GENERIC and i.rule.cause == "code_error" and _inside(i, group) for i in view.items)
     if waiting and not everybody and not buggy:
@@ -161,7 +171,8 @@ def _finding(view: View, group: Group) -> Finding | None:
     hosts = sorted({h for h in [*(r.host for r in group.raised), *(view.identity.host_of.get(n) for n in named)] if h})
     subject = subject_of(named, hosts)
     at = f" at {frame.file}:{frame.line}" if frame else ""
-    summary = f"{subject or 'A rank' if not everybody else 'Every rank'} raised {kind}: {message}{at}"
+    what = f"{kind}: {message}" if message else kind
+    summary = f"{subject or 'A rank' if not everybody else 'Every rank'} raised {what}{at}"
     proof: list[Evidence] = [r.evidence() for r in group.raised[:4]] + [i.evidence() for i in group.items[:2]]
     numbers: dict[str, object] = {"exception": kind, "message": message, "times": len(places)}
     if lead and origin and lead.traceback.cause is not None:
@@ -189,6 +200,13 @@ def _unreadable(view: View, group: Group, origin: Traceback, ranks: list[int]) -
                    where=Where(ranks=ranks, hosts=hosts, file=caller.file if caller else None,
                                line=caller.line if caller else None),
                    summary=f"A checkpoint could not be read at {shown}: {origin.type}: {origin.message[:160]}",
+                   evidence=[r.evidence() for r in group.raised[:4]])
+
+
+def _lacks_key(group: Group, origin: Traceback, ranks: list[int]) -> Finding:
+    """A name that the model has and the checkpoint does not."""
+    return Finding(cause="ckpt_missing_keys", severity="fatal", confidence=0.85, where=Where(ranks=ranks),
+                   summary=f"The checkpoint has no tensor named {origin.message[:160]}, which the model asks for",
                    evidence=[r.evidence() for r in group.raised[:4]])
 
 
