@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from statistics import median
+from statistics import median, median_high
 from typing import Literal
 
 import msgspec
@@ -29,6 +29,8 @@ Kind = Literal["host", "pair", "split", "all"]
 
 #: An end point is slow below this share of its peers, at least: 0.8 is to be found, 0.9 is what busy machines show.
 HOST_MARGIN = 0.12
+#: Share of an end point's flows that are slow when it is.
+SLOW_SHARE = 0.75
 #: A pair is slow below this share of what its end points do elsewhere.
 PAIR_MARGIN = 0.15
 #: A single flow counts as slow (for intermittent faults) below this share of what its end points do.
@@ -132,7 +134,7 @@ class _Ends:
         met: dict[tuple[int, int], list[float]] = defaultdict(list)
         for flow, rate in zip(flows, rates):
             met[flow.source, flow.target].append(rate)
-        typical = {pair: median(values) for pair, values in met.items()}
+        typical = {pair: median_high(values) for pair, values in met.items()}
         best: dict[tuple[str, int], float] = defaultdict(float)
         for (source, target), rate in typical.items():
             best["send", source] = max(best["send", source], rate)
@@ -158,12 +160,13 @@ def _host_faults(verdict: Judgement, flows: list[Flow], rates: list[float],
     count: dict[tuple[str, int], int] = defaultdict(int)
     slow: dict[tuple[str, int], int] = defaultdict(int)
     for flow, rate in zip(flows, rates):
-        for key in (("send", flow.source), ("receive", flow.target)):
-            count[key] += 1
-            slow[key] += rate < limit
+        for key, other in ((("send", flow.source), flow.target), (("receive", flow.target), flow.source)):
+            if other in partners.get(key, ()):
+                count[key] += 1
+                slow[key] += rate < limit
     looks = {(side, end) for side, ratios in (("send", verdict.send), ("receive", verdict.receive))
              for end, ratio in ratios.items() if ratio < limit}
-    told = {key for key in looks if len(partners[key]) > 1}
+    told = {key for key in looks if len(partners[key]) > 1 and slow[key] >= SLOW_SHARE * count[key]}
     ends = sorted({end for _, end in told})
     for end in ends:
         sides = [side for side in ("send", "receive") if (side, end) in told]
@@ -176,7 +179,7 @@ def _host_faults(verdict: Judgement, flows: list[Flow], rates: list[float],
     verdict.suspects = sorted(
         {end for ratios in (verdict.send, verdict.receive) for end, ratio in ratios.items() if ratio < near},
         key=lambda end: min(verdict.send.get(end, 1.0), verdict.receive.get(end, 1.0)))
-    for side, end in looks - told:  # one sound partner at most: the link between them is all that can be named
+    for side, end in looks - told:  # one sound partner at most, or fast at times: pairs are all that can be named
         ratios = verdict.send if side == "send" else verdict.receive
         ratios[end] = 1.0
     return told
