@@ -61,7 +61,8 @@ def run_local(ask: Ask, shown: Shown, processes: int) -> int:
         raise MissingExtra("pdtrain diag comm", "train", "torch") from None
     import multiprocessing
 
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "diag.probes.comm.rank"])
+    more = ["pdtrain.config", "pdtrain.parallel.meshes"] if ask.config is not None else []
+    multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "diag.probes.comm.rank", *more])
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # the report says it better
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="pdtrain-comm-") as folder, _environment(Path(folder)) as status:
