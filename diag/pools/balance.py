@@ -25,7 +25,7 @@ def balance(job: Job, slow_compute: Sequence[Slow], slow_update: Sequence[Slow])
     split, step = job.split, job.step_seconds
     if split is None or not step:
         return
-    choice = choose(_without(job, split, slow_compute, slow_update), Limits.of(job.config).split)
+    choice = choice_of(job, split, slow_compute, slow_update)
     if (slow_update or split.points < -BALANCED_POINTS) and \
             (late := _weights_late(job, step, slow_update, choice)) is not None:
         yield late
@@ -33,6 +33,11 @@ def balance(job: Job, slow_compute: Sequence[Slow], slow_update: Sequence[Slow])
         yield _gradients_late(job, slow_compute, split)
     if not split.balanced:
         yield _imbalance(job, split, choice, alike=not (slow_compute or slow_update))
+
+
+def choice_of(job: Job, split: Split, slow_compute: Sequence[Slow], slow_update: Sequence[Slow]) -> Choice:
+    """The split to change to, as if the slow ranks were like the others."""
+    return choose(_without(job, split, slow_compute, slow_update), Limits.of(job.config).split)
 
 
 def _without(job: Job, split: Split, slow_compute: Sequence[Slow], slow_update: Sequence[Slow]) -> Split:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from diag.artefacts.run_config import RunConfig
@@ -52,8 +51,8 @@ class Limits:
         return next(size for size in range(min(self.micro_batch, share), 0, -1) if share % size == 0)
 
     def split(self, compute: int, update: int) -> bool:
-        """Whether a split is one that the trainer takes: no update rank without a compute rank to serve."""
-        return 1 <= update <= compute and self.compute(compute)
+        """Whether a split is one that the trainer takes: any number of update ranks, compute ranks that factorise."""
+        return update >= 1 and self.compute(compute)
 
 
 def command(limits: Limits, directory: str, compute: int, update: int) -> str:
@@ -62,11 +61,3 @@ def command(limits: Limits, directory: str, compute: int, update: int) -> str:
     smaller = f" --set train.micro_batch={micro}" if micro is not None and micro != limits.micro_batch else ""
     return (f"pdtrain train {directory}/config.toml --run-dir {directory} --resume --nproc {compute + update} "
             f"--set parallel.ranks={compute} --set pools.update_ranks={update}{smaller}")
-
-
-def config_diff(key: str, old: object, new: object) -> str:
-    """One key of config.toml, as it is and as it should be."""
-    return f"[pools] {key}: {old} -> {new}"
-
-
-Legal = Callable[[int, int], bool]

@@ -7,9 +7,12 @@ from pathlib import Path
 
 from diag.artefacts import Artefacts, Progress
 from diag.artefacts.run_config import RunConfig
-from diag.diagnose import diagnose
+from diag.detectors import detectors
+from diag.diagnose import diagnose, read
+from diag.discover import discover
 from diag.pools.gather import separated
 from diag.schema import Report
+from diag.starts import last_starts
 
 
 def pools_report(paths: Sequence[str], *, signatures: Path | None = None, progress: Progress | None = None) -> Report:
@@ -23,3 +26,9 @@ def pools_report(paths: Sequence[str], *, signatures: Path | None = None, progre
             report.headline = "No pools here: " + ("pools.mode = \"off\", one pool does both phases." if off else
                                                    "no rank recorded one.")
     return report
+
+
+def read_runs(paths: Sequence[str | Path]) -> Artefacts:
+    """What the detectors of this topic would be given of run directories. Raises `UsageError` for a missing path."""
+    items, _ = read(discover([str(path) for path in paths]), detectors("pools"))
+    return Artefacts(last_starts(items)[0])

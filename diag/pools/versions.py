@@ -15,7 +15,7 @@ from diag.schema import Evidence, Finding, Severity, Where
 
 #: Words for what was done about a message of another version.
 ACTIONS = {"recompute": "computed again with current weights", "drop": "dropped", "accept": "accepted",
-           "refuse": "refused"}
+           "refuse": "refused", "resend": "sent again"}
 MOST_EVIDENCE = 4
 
 

@@ -167,13 +167,17 @@ def sweep(trainable: bool, rows: int, plot: Path | None, **given: Any) -> int:
 
 @click.command()
 @_shared
-def advise(**given: Any) -> int:
+@click.option("--measured", "runs", metavar="RUN", multiple=True, type=click.Path(path_type=Path),
+              help="A run with pools, and runs of the same without: their seconds decide on phase separation.")
+def advise(runs: tuple[Path, ...], **given: Any) -> int:
     """What to change first in a layout and what it buys, one change at a time; and when not to separate."""
     from pdtrain.plan import advise as advisor
     from pdtrain.plan.estimate import estimate
+    from pdtrain.plan.pools import measured_pools
 
     asked = _Request(given)
-    found = advisor.advise(estimate(asked.setup(), asked.hardware, asked.memory, asked.tokens))
+    measured = measured_pools(runs) if runs else []
+    found = advisor.advise(estimate(asked.setup(), asked.hardware, asked.memory, asked.tokens), measured)
     click.echo(json.dumps(advisor.as_json(found)) if asked.as_json else "\n".join(advisor.text(found)))
     return 0
 

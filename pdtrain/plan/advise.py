@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from pdtrain.config.schema import Run
 from pdtrain.parallel.layout import Layout
 from pdtrain.plan import memory
 from pdtrain.plan.estimate import Estimate, estimate
+from pdtrain.plan.pools import MeasuredPools, measured_json, measured_text
 from pdtrain.plan.setup import Setup, layout_text
 from pdtrain.plan.text import duration, size
 
@@ -49,15 +50,17 @@ class Advice:
     remarks: list[str]
     module_separation: str
     phase_separation: str
+    measured: Sequence[MeasuredPools] = ()
 
 
-def advise(now: Estimate) -> Advice:
-    """Every single change of `now`, tried."""
+def advise(now: Estimate, measured: Sequence[MeasuredPools] = ()) -> Advice:
+    """Every single change of `now`, tried. `measured`: separated runs, whose seconds outweigh the model's."""
     tried = [_try(now, name, change) for name, change in _changes(now.setup)]
     possible = [change for change in tried if change.found is not None]
     helpful = [change for change in possible if _helps(now, change)]
     helpful.sort(key=_order)
-    return Advice(now, helpful, [c for c in tried if c.found is None], list(_remarks(now)), _modules(now), _phases(now))
+    return Advice(now, helpful, [c for c in tried if c.found is None], list(_remarks(now)), _modules(now),
+                  _phases(now, measured), measured)
 
 
 def _helps(now: Estimate, change: Change) -> bool:
@@ -185,7 +188,10 @@ def _modules(now: Estimate) -> str:
     return f"separate modules: {' + '.join(families)}; {exposed:.0%} of a step is exposed communication"
 
 
-def _phases(now: Estimate) -> str:
+def _phases(now: Estimate, measured: Sequence[MeasuredPools]) -> str:
+    if measured:
+        pays, why = measured[0].pays(not now.fits)
+        return f"{'do not separate phases: ' if pays is False else 'phase separation: '}{why}"
     pools = now.pools
     if pools.pays:
         return f"phase separation may pay: {pools.reason}"
@@ -209,6 +215,7 @@ def as_json(found: Advice) -> dict[str, Any]:
         "remarks": found.remarks,
         "module_separation": found.module_separation,
         "phase_separation": found.phase_separation,
+        "measured_pools": measured_json(found.measured, not found.now.fits),
     }  # fmt: skip
 
 
@@ -241,3 +248,4 @@ def text(found: Advice) -> Iterator[str]:
     yield ""
     yield found.module_separation
     yield found.phase_separation
+    yield from measured_text(found.measured, not now.fits)

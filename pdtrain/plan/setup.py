@@ -92,7 +92,7 @@ class Setup:
                 f"{self.pp} stages x {self.options.virtual} chunks are more than the {self.run.model.layers} layers"
             )
         batch, unit = self.run.train.train_batch, self.run.train.micro_batch * self.dp
-        if batch is not None and batch % unit:
+        if batch is not None and unit and batch % unit:  # no unit: the ranks do not factorise, which the rules say
             return f"train_batch {batch} is no multiple of micro_batch {self.run.train.micro_batch} x DP {self.dp}"
         return None
 
