@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from diag.errors import UsageError
-from pdtrain.config import read_run, to_toml
+from pdtrain.config import read_run
 from pdtrain.config.load import Loaded
 from pdtrain.config.mistakes import show
 from pdtrain.config.resolved import fill
@@ -140,7 +142,20 @@ def from_layouts(
 
 
 def _trial(label: str, changes: dict[str, str], run: Run) -> Trial:
-    return Trial(_key(to_toml(run)), label, changes, run)
+    return Trial(_key(json.dumps(_chosen(run, Run()), sort_keys=True)), label, changes, run)
+
+
+def _chosen(value: msgspec.Struct, default: msgspec.Struct) -> dict[str, Any]:
+    """What differs from the defaults: a new key of a later version leaves the trials of this one what they are."""
+    found: dict[str, Any] = {}
+    for name in value.__struct_fields__:
+        own, usual = getattr(value, name), getattr(default, name)
+        if isinstance(own, msgspec.Struct):
+            if inner := _chosen(own, usual):
+                found[name] = inner
+        elif own != usual:
+            found[name] = own
+    return found
 
 
 def _key(*parts: str) -> str:
