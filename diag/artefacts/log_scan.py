@@ -41,6 +41,8 @@ TAIL = 32 << 10
 GLANCE = 8 << 10
 #: Groups that count ranks.
 COUNTED = {"rank", "local", "world", "nranks", "count", "missing", "process"}
+#: The watchdog's sentence as some launchers print it, in two lines; joined without moving what follows.
+_FOLDED = re.compile(rb"(operation timeout: )[^\n]{0,8}\n(?:[^\n]{0,48}[\s|>m])?(WorkNCCL\([^\n]*)\n")
 _ESCAPES = re.compile(ANSI.pattern.encode())
 
 
@@ -92,6 +94,8 @@ class Scan:
         """One block that ends at a line end, and the beginning of what follows it."""
         if b"\0" in block[:4096]:
             block = block.replace(b"\0", b" ")  # sparse holes of a log that several writers truncated
+        if b"WorkNCCL(" in block:
+            block = _FOLDED.sub(rb"\1\2\n\n", block)
         facts = self.facts
         newlines = block.count(b"\n")
         first_line, first_offset = facts.lines + 1, facts.size
