@@ -17,7 +17,8 @@ from diag.schema import SEVERITY_ORDER, Finding
 CONFIRM = {"straggler": 3, "slow_node": 3, "slow_data_io": 3, "throughput_decay": 3, "periodic_stall": 3,
            "all_to_all_slow": 3, "moe_expert_imbalance": 3, "moe_token_drop": 3, "grad_module_imbalance": 3,
            "loss_oscillation": 3, "loss_plateau": 3, "loss_spike": 2, "loss_divergence": 2, "grad_explosion": 2,
-           "moe_router_collapse": 2, "data_repeated": 2}
+           "moe_router_collapse": 2, "data_repeated": 2, "pool_imbalance": 3, "pool_weights_late": 3,
+           "pool_gradients_late": 3, "pool_communication": 3, "pool_queue_growth": 2}
 #: Judgements in which an alarm must be absent before it is cleared; doubled each time that it comes back.
 ABSENT, MOST_ABSENT = 3, 96
 #: Known the moment they begin and end.

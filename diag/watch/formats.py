@@ -37,7 +37,8 @@ HOLD_SECONDS = 1.5
 RECENT_STEPS = 64
 _TRACEBACK = b"Traceback (most recent call last)"
 #: Events that change what is to be thought of the run.
-_TELLING = {"exception", "interrupted", "stalled", "signal", "end", "finished", "spike", "start", "recording_stopped"}
+_TELLING = {"exception", "interrupted", "stalled", "signal", "end", "finished", "spike", "start", "recording_stopped",
+            "pool_peer_lost", "pool_timeout", "pool_checksum_error", "pool_version_mismatch"}
 
 
 class MetricsTail(Tail):

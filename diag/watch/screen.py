@@ -14,6 +14,8 @@ from rich.text import Text
 
 from diag import balance
 from diag.artefacts.metrics import MetricsLog
+from diag.pools.gather import COMPUTE, UPDATE, separated
+from diag.pools.live import busy_history, link_note
 from diag.report.text import printable
 from diag.watch.alarms import Alarm
 from diag.watch.live import Watch
@@ -69,10 +71,26 @@ def rows(watch: Watch) -> list[Row]:
     gini = worst_gini(watch)
     if gini is not None:
         found.append(gini)
+    found += pool_rows(watch)
     slow = slowest(watch.jobs)
     if slow is not None:
         rank, ratio, count = slow
         found.append(Row("slowest rank", f"rank {rank}", [], f"{ratio - 1:+.0%} over the others' median, of {count}"))
+    return found
+
+
+def pool_rows(watch: Watch) -> list[Row]:
+    """Both pools of a separated run and their link, over its latest steps; nothing where a run has one pool."""
+    found: list[Row] = []
+    for job in separated(watch.artefacts):
+        for role in (COMPUTE, UPDATE):
+            busy = busy_history(job, role)
+            if busy:
+                size = job.size(role)
+                found.append(Row(f"{role} pool", f"{busy[-1]:.0%} busy", busy, f"{size} rank{'s' if size > 1 else ''}"))
+        note = link_note(job)
+        if note:
+            found.append(Row("pools' link", note[0], [], note[1]))
     return found
 
 
