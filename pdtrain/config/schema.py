@@ -263,6 +263,14 @@ class Pools(Section, frozen=True):
             "out, or accept them where they are at most `staleness` steps old"
         ),
     ] = "recompute"
+    error_feedback: Annotated[
+        bool,
+        Meta(description="add what rounding to `payload` took from a gradient to the next one; needs its size in FP32"),
+    ] = False
+    offload: Annotated[
+        str | None,
+        Meta(description="folder for masters and moments as memory-mapped files, on NVMe for instance; absent: memory"),
+    ] = None
     staleness: Annotated[
         NonNegativeInt, Meta(description="async: by how many steps the weights of a forward pass are old")
     ] = 1

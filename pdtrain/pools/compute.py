@@ -65,6 +65,9 @@ class ComputeSide:
         self.each_micro_batch = self.streams and settings.granularity == "micro_batch"
         self.staleness = settings.staleness if settings.mode == "async" else 0
         self.dtype = DTYPES[settings.payload]
+        self.feeds_back = settings.error_feedback and self.dtype is not torch.float32
+        self._residual: dict[int, Tensor] = {}  # bucket -> what rounding took from the gradients applied so far
+        self._next_residual: dict[int, Tensor] = {}  # the same with the attempt under way
         self.attempts_allowed = settings.resend_limit
         self.buckets = plan.of(rank)
         self.senders: dict[int, Sender] = {}
@@ -104,10 +107,17 @@ class ComputeSide:
                 self._put(bucket, Header(Kind.MASTERS, start, start, bucket.index), payload)
             if self.dtype is not torch.float32:
                 self._round()
+            self._forget_counters()
             return
         self._held = dict.fromkeys(self._held, start - 1)
         self._handed_on = dict.fromkeys(self._shared, start - 1)
         self._obtain(self.parameters, start)
+
+    def _forget_counters(self) -> None:
+        """What travelled at the start belongs to no step."""
+        for sender in self.senders.values():
+            sender.drain()
+            sender.take_counters()
 
     @torch.no_grad()
     def _round(self) -> None:
@@ -138,6 +148,7 @@ class ComputeSide:
             self.journal.begin()
             self._attempt, self._left_out = 0, False
         self._ready, self._sums, self._micro, self._sent = {}, {}, 0, set()
+        self._next_residual = dict(self._residual)
         self._needed = self.version
         if not self.streams:
             self._obtain(self.parameters, self._needed)
@@ -195,6 +206,8 @@ class ComputeSide:
         """Tell the update pool how to apply the step, clipping factors by row and learning rate, or not to."""
         version = self.version
         self.step += 1
+        if not skipped:
+            self._residual = self._next_residual
         why = "" if not skipped else "version" if self._left_out else "non-finite gradient or spike"
         said = {"scales": self.scales, "factors": dict(factors), "lr": lr, "skipped": skipped, "why": why}
         body = as_bytes(json.dumps(said).encode())
@@ -278,6 +291,7 @@ class ComputeSide:
 
     def close(self) -> None:
         """Part from the update pool in good order."""
+        self.journal.summarise()
         for sender in self.senders.values():
             sender.close()
         for receiver in self.receivers.values():
@@ -295,7 +309,15 @@ class ComputeSide:
     def _send_gradients(self, bucket: Bucket, gradients: list[Tensor]) -> None:
         micro = self._micro if self.each_micro_batch else 0
         header = Header(Kind.GRADIENTS, self.step + 1, self.version, bucket.index, micro, self._attempt)
-        self._put(bucket, header, encode(gradients, self.dtype))
+        if not self.feeds_back:
+            self._put(bucket, header, encode(gradients, self.dtype))
+            return
+        wanted = encode(gradients, torch.float32)
+        if bucket.index in self._next_residual:
+            wanted += self._next_residual[bucket.index]
+        payload = wanted.to(self.dtype)
+        self._next_residual[bucket.index] = wanted - payload.float()
+        self._put(bucket, header, payload)
 
     def _put(self, bucket: Bucket, header: Header, payload: Tensor) -> None:
         self.senders[bucket.owner].put(header, payload)

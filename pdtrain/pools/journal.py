@@ -76,6 +76,12 @@ class Journal:
         self._began = time.perf_counter()
         self.wait_seconds = self.hand_over_seconds = 0.0
 
+    def summarise(self) -> None:
+        """At the end of a run with stale weights: how stale they were."""
+        if any(self.staleness):
+            last = self.last.get("step", 0)
+            self.note("pool_staleness", step=last, histogram={str(age): n for age, n in sorted(self.staleness.items())})
+
     def end(
         self, step: int, version: int, staleness: int, state_bytes: int,
         senders: Mapping[int, Sender], receivers: Mapping[int, Receiver],
@@ -105,6 +111,7 @@ class Journal:
             "hand_over_seconds": round(self.hand_over_seconds, 6),
             "bytes_sent": sum(counters.bytes for counters in sent.values()),
             "bytes_received": sum(counters.bytes for counters in received),
+            "overhead_bytes": sum(counters.overhead_bytes for counters in [*sent.values(), *received]),
             "messages_sent": sum(counters.messages for counters in sent.values()),
             "messages_received": sum(counters.messages for counters in received),
             "resends": sum(counters.resends for counters in sent.values()),

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from pdtrain.pools.message import Header, Kind, PoolError
+from pdtrain.pools.message import HEADER_BYTES, Header, Kind, PoolError
 
 Direction = Literal["up", "down"]  # gradients to the update pool; weights back
 #: Messages sent ahead of the oldest unanswered one.
@@ -73,7 +73,8 @@ class End:
 class Counters:
     """What one end did since it was asked last."""
 
-    bytes: int = 0
+    bytes: int = 0  #: payload of gradients and weights
+    overhead_bytes: int = 0  #: headers, answers and what the pools tell each other in JSON
     messages: int = 0
     seconds: float = 0.0
     latency_sum: float = 0.0
@@ -83,6 +84,14 @@ class Counters:
     checksum_errors: int = 0
     duplicates: int = 0
     version_mismatches: int = 0
+
+
+    def count(self, header: Header) -> None:
+        """One message, whichever way it went."""
+        bulk = header.kind in (Kind.GRADIENTS, Kind.WEIGHTS, Kind.MASTERS)
+        self.bytes += header.length if bulk else 0
+        self.overhead_bytes += 2 * HEADER_BYTES + (0 if bulk else header.length)
+        self.messages += 1
 
 
 class LinkThread:

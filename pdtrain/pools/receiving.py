@@ -97,8 +97,7 @@ class Receiver(LinkThread):
             status = self._verdict(header, payload)
             self._reply(header, status)
             with self.changed:
-                self.counters.bytes += header.length
-                self.counters.messages += 1
+                self.counters.count(header)
                 self.counters.seconds += time.perf_counter() - began
             if header.kind is Kind.END:
                 self.closing = True

@@ -46,6 +46,7 @@ class Sender(LinkThread):
         self.refused: list[Header] = []
         self._sequence = 0
         self._held: Outgoing | None = None
+        self._in_hand = False
         self._answer = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         super().__init__(end, "send")
 
@@ -59,6 +60,7 @@ class Sender(LinkThread):
         with self.changed:
             self._wait(lambda: len(self.queue) < self.end.depth, "room to send " + header.words())
             self.queue.append(Outgoing(header, payload))
+            self.counters.count(header)  # here, so that it belongs to the step whose loop handed it over
             self.counters.queue_depth = max(self.counters.queue_depth, len(self.queue) + len(self.inflight))
             self.changed.notify_all()
 
@@ -68,13 +70,17 @@ class Sender(LinkThread):
         Raises PoolError like `put`.
         """
         with self.changed:
-            self._wait(lambda: not self.queue and not self.inflight and self._held is None, self._waiting_for())
+            self._wait(self._idle, self._waiting_for())
             refused, self.refused = self.refused, []
         return refused
+
+    def _idle(self) -> bool:
+        return not self.queue and not self.inflight and not self._in_hand and self._held is None
 
     def close(self) -> None:
         """Tell the peer that nothing more comes, and end the thread."""
         if self.error is None:
+            self.drain()
             self.put(Header(Kind.END, 0, 0), torch.empty(0, dtype=torch.uint8))
             self.drain()
         with self.changed:
@@ -109,6 +115,7 @@ class Sender(LinkThread):
                 if self.closing and not self.queue and not self.inflight:
                     return
                 message = self.queue.popleft() if self.queue and len(self.inflight) < WINDOW else None
+                self._in_hand = True  # neither in the queue nor unanswered
                 self.changed.notify_all()
             began = time.perf_counter()
             if message is None and self._held is not None and not self.inflight:
@@ -119,6 +126,7 @@ class Sender(LinkThread):
                 self._receive_answer()
             with self.changed:
                 self.counters.seconds += time.perf_counter() - began
+                self._in_hand = False
                 self.changed.notify_all()
 
     def _send(self, message: Outgoing) -> None:
@@ -156,8 +164,6 @@ class Sender(LinkThread):
         message.works.append(payload)  # alive until it was answered
         with self.changed:
             self.inflight[self._sequence] = message
-            self.counters.bytes += header.length
-            self.counters.messages += 1
 
     def _receive_answer(self) -> None:
         self.end.receive(self._answer)
@@ -188,4 +194,5 @@ class Sender(LinkThread):
                       bucket=header.bucket, attempt=message.tries + 1, reason=reason)
         with self.changed:
             self.counters.resends += 1
+            self.counters.count(header)
             self.queue.appendleft(message)

@@ -8,7 +8,8 @@ of the weights either exists on all update ranks or on none. The optimizer is th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from pdtrain.config import Resolved
 from pdtrain.optim import optimizer_over, set_learning_rate
 from pdtrain.pools.journal import Journal
 from pdtrain.pools.message import DTYPES, Header, Kind, PoolError, Status, as_bytes
+from pdtrain.pools.offload import mapped_zeros
 from pdtrain.pools.plan import Bucket, Piece, Plan
 from pdtrain.pools.receiving import NewerAttempt, Receiver
 from pdtrain.pools.sending import Sender
@@ -29,9 +31,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class OwnedBucket:
     """One bucket on its owner: masters, their optimizer, and the gradients of the step under way."""
 
-    def __init__(self, bucket: Bucket, resolved: Resolved) -> None:
+    def __init__(self, bucket: Bucket, resolved: Resolved, zeros: Callable[[tuple[int, ...]], Tensor]) -> None:
         self.bucket = bucket
-        self.masters = [torch.nn.Parameter(torch.zeros(piece.local)) for piece in bucket.pieces]
+        self.masters = [torch.nn.Parameter(zeros(piece.local)) for piece in bucket.pieces]
         rows: dict[str, list[torch.nn.Parameter]] = {}
         for piece, master in zip(bucket.pieces, self.masters, strict=True):
             rows.setdefault(piece.row, []).append(master)
@@ -39,7 +41,7 @@ class OwnedBucket:
         for master in self.masters:
             state = self.optimizer.state[master]
             state["step"] = torch.zeros((), dtype=torch.float32)
-            state |= {moment: torch.zeros_like(master) for moment in MOMENTS}
+            state |= {moment: zeros(tuple(master.shape)) for moment in MOMENTS}
         self.sums: list[Tensor] | None = None
 
     def pieces(self) -> Iterator[tuple[Piece, torch.nn.Parameter]]:
@@ -94,7 +96,8 @@ class UpdateSide:
         self.staleness = settings.staleness if settings.mode == "async" else 0
         self.on_mismatch = settings.on_mismatch
         self.dtype = DTYPES[settings.payload]
-        self.owned = [OwnedBucket(bucket, resolved) for bucket in sorted(plan.of(rank), key=_forward_order)]
+        zeros = mapped_zeros(Path(settings.offload), rank) if settings.offload else torch.zeros
+        self.owned = [OwnedBucket(bucket, resolved, zeros) for bucket in sorted(plan.of(rank), key=_forward_order)]
         self.state_bytes = sum(owned.state_bytes for owned in self.owned)
         self.senders: dict[int, Sender] = {}
         self.receivers: dict[int, Receiver] = {}
@@ -129,6 +132,9 @@ class UpdateSide:
                 payload = receivers[bucket.rank].take(Kind.MASTERS, start, bucket.index)
                 assert payload is not None
                 owned.load(payload)
+        for sender in senders.values():  # what travelled at the start belongs to no step
+            sender.drain()
+            sender.take_counters()
 
     # -- one step -------------------------------------------------------------------------------------------------
 
@@ -210,6 +216,7 @@ class UpdateSide:
 
     def close(self) -> None:
         """Part from the compute pool in good order."""
+        self.journal.summarise()
         for sender in self.senders.values():
             sender.close()
         for receiver in self.receivers.values():

@@ -128,6 +128,9 @@ def describe(row: Mapping[str, Any], steps: int, seconds_left: float | None = No
     shares = time_shares(row)
     if shares:
         parts.append(" ".join(f"{name} {share:.0%}" for name, share in list(shares.items())[:SHARES]))
+    busy = [row.get(f"pools/{pool}_busy") for pool in ("compute", "update")]
+    if all(isinstance(share, float) for share in busy):
+        parts.append(f"busy: compute {busy[0]:.0%} update {busy[1]:.0%}")
     if seconds_left is not None and row["step"] < steps:
         parts.append(f"{_duration(seconds_left)} left")
     return "  ".join(parts)
