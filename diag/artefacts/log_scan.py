@@ -33,7 +33,7 @@ FIRST, LAST, RANKS = 200, 12, 4096
 COUNT_ONLY = 20_000
 #: Rules whose first few lines say it all (channels, interfaces): NCCL prints them by the million.
 CHATTY = "chat-"
-CHATTY_COUNT, CHATTY_TRIES = 24, 4000
+CHATTY_COUNT, CHATTY_TRIES = 8, 4000
 #: Text within this distance behind a traceback's start belongs to it.
 CONTEXT = 96 << 10
 TAIL = 32 << 10
