@@ -64,6 +64,7 @@ class ModuleTimer:
         Waits for the device. Empty when no step was measured.
         """
         steps = self._measured + self._touched
+        self._count_calls()
         self._measured, self._touched = 0, False
         sums = self._clock.take()
         if not steps:
@@ -78,17 +79,22 @@ class ModuleTimer:
         """Step `step` is over; decides whether the next one is measured."""
         if self._touched:
             self._clock.turn(_NOBODY)
+            self._count_calls()
             self._measured += 1
             self._touched = False
-            self._calls_of_a_step, self._calls = self._calls, 0
         self._before.clear()
         self._in_backward = False
         self._active = (step + 1) % self.every == 0
 
+    def _count_calls(self) -> None:
+        """A measured step is over, or as good as over."""
+        if self._touched:
+            self._calls_of_a_step, self._calls = self._calls, 0
+
     @property
     def cost_seconds(self) -> float:
         """About what measuring a step adds to it on this rank; 0 before one was measured."""
-        return (self._calls_of_a_step or self._calls) * CALL_SECONDS
+        return self._calls_of_a_step * CALL_SECONDS
 
     def remove(self) -> None:
         """Take all hooks off the model."""

@@ -268,3 +268,17 @@ def sharded(rank, recompute):
 def test_sharded_and_recomputed(tmp_path):
     for found in run_distributed(sharded, 2, tmp_path, "non-reentrant"):
         assert found == [EXPECTED | {"attention": (1, 3)}] * 2
+
+
+def test_what_a_measured_step_costs_is_counted_per_step_whenever_the_times_are_taken():
+    model = nn.Sequential(Work(1, 1), Work(1, 1))
+    timer = ModuleTimer(model, {"work": list(model)})
+    for step in range(1, 4):
+        model(torch.ones(4, requires_grad=True)).sum().backward()
+        timer.take()  # as the trainer does, before the step is ended
+        timer.end_step(step)
+        assert timer.cost_seconds == pytest.approx(2 * watch.CALL_SECONDS)
+    timer.every = 2
+    timer.end_step(4)
+    model(torch.ones(4, requires_grad=True)).sum().backward()
+    assert timer.take() == {}
