@@ -121,8 +121,8 @@ def verdict(choice: Choice) -> str:
     """In one sentence what the ratio arithmetic says."""
     now, best = choice.now, choice.best
     per = now.work_ratio
-    keeps = f"one update rank keeps up with {per:.2g} compute ranks" if per >= 1 else \
-        f"one compute rank keeps {1 / max(per, 1e-9):.2g} update ranks busy"
+    keeps = f"one update rank keeps up with {_count(per)}" if per >= 1 else \
+        f"one compute rank keeps {1 / max(per, 1e-9):,.3g} update ranks busy"
     if not choice.balances:
         near = f"; the nearest is {best.text} ({abs(best.points):.0f} points apart)" if choice.changes else ""
         return f"No split of {now.ranks} ranks evens that out{near}: {keeps}."
@@ -146,7 +146,7 @@ def _advice(job: Job, choice: Choice) -> list[str]:
             steps.append(f"{fewer} update rank{'s are' if fewer > 1 else ' is'} enough, {now.update - fewer} can go: "
                          f"{command(limits, job.directory, now.compute, fewer)}")
         steps.append("Give the idle update pool other work (checkpoints, data preparation), or add compute ranks: one "
-                     f"update rank keeps up with {now.work_ratio:.2g} of them.")
+                     f"update rank keeps up with {_count(now.work_ratio)}.")
         estimate = unseparated(now, limits.compute)
         if estimate is not None and (not choice.balances or choice.gain < -WORTH):
             steps.append(f"Consider not to separate: the same work on {estimate[0]} ranks without pools is about "
@@ -191,6 +191,11 @@ def _evidence(members: Sequence[Member]) -> list[Evidence]:
                + (f" ({phases})" if phases else "")
         found.append(Evidence(path=member.log.path, line=member.pool.last_line or None, text=text, rank=member.rank))
     return found
+
+
+def _count(ranks: float) -> str:
+    """Compute ranks, which need not be a whole number of them: "1.4 compute ranks", "310 compute ranks"."""
+    return f"{ranks:.0f} compute ranks" if ranks >= 10 else f"{ranks:.2g} compute rank{'s' if ranks >= 1.05 else ''}"
 
 
 def _seconds(value: float | None) -> str:
