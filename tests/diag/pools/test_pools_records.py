@@ -6,6 +6,7 @@ import io
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -72,7 +73,7 @@ def test_a_damaged_record_is_said_and_costs_nothing_else(tmp_path: Path, bad: st
     assert any(f["cause"] == "pool_measured" and len(f["numbers"]["ranks"]) == 4 for f in found["findings"])
 
 
-WRONG = [None, True, -1, 1e300, float("nan"), "12", [], {}, [{}], {"peer": 1}, 1 << 80]
+WRONG: list[Any] = [None, True, -1, 1e300, float("nan"), "12", [], {}, [{}], {"peer": 1}, 1 << 80]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,0 +1,95 @@
+"""`pdtrain diag` on separated runs that really ran: a killed rank; a ratio that is recommended, then measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.commands.test_train_job import OUTSIDE, PDTRAIN, SMALL
+from tests.diag.helpers import pdtrain
+
+#: Work that takes its time without a processor: so much per sequence on compute ranks, and per step over all the state.
+PLANT = """
+import importlib.abc, importlib.util, sys, time
+PER_SEQUENCE, PER_STEP = 0.08, 0.32
+
+def update(module):
+    made, applied = module.UpdateSide.__init__, module.OwnedBucket.apply
+    def init(self, resolved, plan, *rest):
+        module.ELEMENTS = sum(bucket.numel for bucket in plan.buckets)
+        made(self, resolved, plan, *rest)
+    def apply(self, *rest):
+        time.sleep(PER_STEP * self.bucket.numel / module.ELEMENTS)
+        applied(self, *rest)
+    module.UpdateSide.__init__, module.OwnedBucket.apply = init, apply
+
+def step(module):
+    read = module.TrainStep._micro_batch
+    def micro_batch(self, *rest):
+        time.sleep(PER_SEQUENCE * self.resolved.micro_batch)
+        return read(self, *rest)
+    module.TrainStep._micro_batch = micro_batch
+
+class Planter(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        plant = {"pdtrain.pools.update": update, "pdtrain.step": step}.get(name)
+        if plant is None:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        sys.meta_path.insert(0, self)
+        run = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (run(module), plant(module))
+        return spec
+
+sys.meta_path.insert(0, Planter())
+"""
+SEPARATED = (SMALL.replace("{tensor = 2}", "{tensor = 1}").replace("{expert = 2}", "{expert = 1}")
+             .replace("train_batch = 4", "train_batch = 12").replace("micro_batch = 2", "micro_batch = 1")
+             .replace("val_sequences = 4", "val_sequences = 0").replace("steps = 6", "steps = 14"))
+
+
+def train(folder: Path, name: str, compute: int, update: int, *, mode: str = "sync", **environment: str) -> int:
+    """One job in `folder`; its exit status."""
+    (folder / "run.toml").write_text(SEPARATED)
+    sets = (f"parallel.ranks={compute}", f"pools.update_ranks={update}", f"pools.mode={mode}",
+            "pools.timeout_seconds=30")
+    command = [*PDTRAIN, "train", "run.toml", "--nproc", str(compute + update), "--run-dir", name,
+               *(word for text in sets for word in ("--set", text))]
+    done = subprocess.run(command, cwd=folder, env=OUTSIDE | environment, capture_output=True, text=True, timeout=240)
+    return done.returncode
+
+
+def imbalance(found: dict[str, Any]) -> dict[str, Any] | None:
+    return next((f for f in found["findings"] if f["cause"] == "pool_imbalance"), None)
+
+
+@pytest.mark.slow
+def test_the_recommended_ratio_measures_within_twenty_points(tmp_path: Path) -> None:
+    """0.96 s of compute and 0.32 s of update per step among four ranks: 2 + 2 is told 3 + 1, and 3 + 1 is even."""
+    (tmp_path / "sitecustomize.py").write_text(PLANT)
+    assert train(tmp_path, "first", 2, 2, PYTHONPATH=str(tmp_path)) == 0
+    one = imbalance(pdtrain("diag", "pools", tmp_path / "first", "--json").json())
+    assert one is not None and one["numbers"]["gap_points"] > 20 and one["numbers"]["balances"]
+    best = one["numbers"]["recommended_compute"], one["numbers"]["recommended_update"]
+    assert best == (3, 1)
+    assert train(tmp_path, "second", *best, PYTHONPATH=str(tmp_path)) == 0
+    assert imbalance(pdtrain("diag", "pools", tmp_path / "second", "--json").json()) is None
+
+
+@pytest.mark.slow
+def test_a_killed_update_rank_leads_the_post_mortem(tmp_path: Path) -> None:
+    kill = json.dumps([{"kind": "kill", "rank": 2, "direction": "down", "step": 6}])
+    assert train(tmp_path, "run", 2, 1, mode="stream", PDTRAIN_POOL_FAULTS=kill) != 0
+    found = pdtrain("diag", "postmortem", tmp_path / "run", "--json").json()
+    root = found["findings"][0]
+    assert found["verdict"] == "failed" and root["role"] == "root" and root["where"]["ranks"] == [2]
+    assert root["cause"] in ("killed_unconfirmed", "pool_member_lost")
+    lost = next(f for f in found["findings"] if f["cause"] == "pool_member_lost")
+    assert lost["where"]["ranks"] == [2] and lost["role"] in ("root", "victim")
