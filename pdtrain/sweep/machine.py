@@ -26,6 +26,8 @@ from pdtrain.sweep.book import MACHINE
 EDGE, COPIED, SECONDS = 768, 1 << 24, 0.7
 #: Links of processes on one host before anything is measured: byte/s that a rank's collectives move through Gloo.
 GLOO_BYTES_PER_SECOND = 1e9
+#: Start of a collective there, in seconds: an exchange over loopback sockets.
+GLOO_LATENCY = 200e-6
 #: Seconds that all measurements together may take.
 LIMIT_SECONDS = 120
 
@@ -83,6 +85,7 @@ def hardware_of(row: dict[str, Any], asked: str | None) -> Hardware:
         devices_per_node=max(8, row["ranks"]),
         gemm_efficiency=1.0,
         attention_efficiency=0.5,
+        latency=GLOO_LATENCY if row["device"] == "cpu" else 25e-6,
         runtime_bytes=0.0 if row["device"] == "cpu" else 3e9,
         source=f"measured by `pdtrain sweep` on {row['host']}: product of FP32 matrices of {EDGE} x {EDGE}, copy of "
         f"{COPIED * 4 >> 20} MiB; links not measured",
