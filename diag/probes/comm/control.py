@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -143,27 +144,25 @@ class Control(threading.Thread):
         return bool(self.store_error) or time.monotonic() - self.contact > self.timeout
 
     def records(self) -> list[tuple[str, Any]]:
-        """What all ranks have left, rank by rank. Empty when the store does not answer."""
+        """What all ranks have left, rank by rank; what the store gives in bounded time."""
         found: list[tuple[str, Any]] = []
-        try:
+
+        def collect() -> None:
             for rank in range(self.world):
                 key = f"records/{rank}"
-                if self._store is not None and self._store.check([key]):
-                    found += [tuple(msgspec.json.decode(line)) for line in self._store.get(key).splitlines() if line]
-        except Exception:  # the store went away: what is known is what there is
-            return found
-        return found
+                if self._store.check([key]):
+                    found.extend(tuple(msgspec.json.decode(line)) for line in self._store.get(key).splitlines() if line)
+
+        self._bounded(collect)
+        return list(found)
 
     def decide(self, verdict: Verdict) -> None:
         """Propose `verdict`; the first one of the job counts."""
         verdict.by = self.rank
-        try:
-            text = msgspec.json.encode(verdict).decode()
-            kept = self._store.compare_set("verdict", "", text)
-            self.verdict = msgspec.json.decode(kept or text.encode(), type=Verdict)
-        except Exception as error:  # any failure of the store's client
-            self.store_error = self.store_error or str(error)
-            self.verdict = self.verdict or verdict
+        kept: list[bytes] = []
+        text = msgspec.json.encode(verdict).decode()
+        self._bounded(lambda: kept.append(self._store.compare_set("verdict", "", text)))
+        self.verdict = msgspec.json.decode(kept[0], type=Verdict) if kept and kept[0] else verdict
 
     def good_bye(self) -> None:
         """All is measured: wait until the store knows that this rank may go, or does not answer."""
@@ -174,10 +173,18 @@ class Control(threading.Thread):
 
     def say(self) -> None:
         """The report is out: whoever waits for it may go."""
-        try:
-            self._store.set("said", "1")
-        except Exception:  # nobody is left to be told
-            return
+        self._bounded(lambda: self._store.set("said", "1"))
+
+    def _bounded(self, ask: Callable[[], object]) -> None:
+        """Ask the store, and leave it when it does not answer: its client has one lock and no limit of its own."""
+
+        def quietly() -> None:
+            with suppress(Exception):  # whatever its client raises means that the store is gone
+                ask()
+
+        thread = threading.Thread(target=quietly, daemon=True)
+        thread.start()
+        thread.join(max(2.0, self.timeout / 4))
 
     # The thread itself --------------------------------------------------------------------------------------------
 

@@ -37,13 +37,24 @@ class Bench:
 
     def largest(self, *values: float) -> list[float]:
         """The largest of each value over the group: what all agree on."""
+        import torch.distributed as dist
+
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def total(self, *values: float) -> list[float]:
+        """The sum of each value over the group."""
+        import torch.distributed as dist
+
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def _reduce(self, values: tuple[float, ...], how: Any) -> list[float]:
         import torch
         import torch.distributed as dist
 
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(tensor, op=how, group=self.group)
         return [float(value) for value in tensor.cpu()]
 
 

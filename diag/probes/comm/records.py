@@ -33,8 +33,8 @@ def bus_factor(operation: str, ranks: int) -> float:
 
 
 class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One operation at one size in one group. Bandwidths in 10⁹ B/s; `bytes` as nccl-tests counts them; each time is
-    that of the slowest rank. `wrong` is how many elements of the result were wrong."""
+    """One operation at one size in one group. Bandwidths in 10⁹ B/s; `bytes` as nccl-tests counts them; times are over
+    repetitions, each the mean of the ranks. `wrong` is how many elements of the result were wrong."""
 
     operation: str
     bytes: _Count

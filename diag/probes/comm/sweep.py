@@ -74,26 +74,16 @@ def measure(bench: Bench, operation: Operation, iterations: int, seconds: float,
         operation.run()
         bench.wait()
         times.append(time.perf_counter() - start)
-    slowest = sorted(bench.largest(*times))
-    total = _sum(bench, wrong)
-    median = slowest[len(slowest) // 2] if len(slowest) % 2 else sum(slowest[len(slowest) // 2 - 1 :][:2]) / 2
+    # the mean over ranks, as nccl-tests: a rank that comes late to one repetition is early in the next
+    ordered = sorted(seconds / bench.size for seconds in bench.total(*times))
+    median = ordered[repeat // 2] if repeat % 2 else sum(ordered[repeat // 2 - 1 :][:2]) / 2
     algorithm = operation.bytes / median / 1e9
     row = Row(operation=operation.name, bytes=operation.bytes, count=operation.count, iterations=repeat,
-              min_seconds=slowest[0], median_seconds=median, p99_seconds=slowest[_place(len(slowest))],
-              algbw=algorithm, busbw=algorithm * bus_factor(operation.name, bench.size), wrong=int(total))
+              min_seconds=ordered[0], median_seconds=median, p99_seconds=ordered[_place(repeat)], algbw=algorithm,
+              busbw=algorithm * bus_factor(operation.name, bench.size), wrong=int(bench.total(wrong)[0]))
     return row, median
 
 
 def _place(count: int) -> int:
     """Index of the 99th percentile, by nearest rank."""
     return max(0, -(-99 * count // 100) - 1)
-
-
-def _sum(bench: Bench, value: int) -> int:
-    import torch
-    import torch.distributed as dist
-
-    tensor = torch.tensor([value], dtype=torch.float64, device=bench.device)
-    if bench.size > 1:
-        dist.all_reduce(tensor, group=bench.group)
-    return int(tensor.item())

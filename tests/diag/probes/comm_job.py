@@ -20,7 +20,7 @@ from diag.probes.comm.ask import Ask
 from diag.probes.comm.rank import Shown, run_rank
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
+_CONTEXT.set_forkserver_preload(["torch.distributed", "diag.probes.comm.report"])
 #: What every test asks for unless it says otherwise: small and quick, on a machine that others use too.
 SMALL: dict[str, Any] = {"max_bytes": 16 << 10, "budget": 2.0, "iterations": 3, "timeout": 8.0, "extras": False}
 

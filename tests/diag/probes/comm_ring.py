@@ -1,7 +1,7 @@
 """A ring over plain sockets, as an independent measure: `python -m tests.diag.probes.comm_ring RANK BYTES ADDRESS...`
 
-Prints the median seconds of a send-receive of BYTES around the ring and of a ring all-reduce of BYTES (reduce-scatter,
-then all-gather), as JSON.
+Prints the seconds of each of some send-receives of BYTES around the ring and of some ring all-reduces of BYTES
+(reduce-scatter, then all-gather), one after the other, as JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 PORT = 29777
-REPEATS = 7
+REPEATS = 9
 
 
 class Ring:
@@ -71,13 +71,13 @@ def main(rank: int, size: int, addresses: list[str]) -> None:
     found = {}
     for name, run in (("send_recv", lambda: ring.exchange(_bytes(data), _bytes(other))),
                       ("all_reduce", lambda: ring.all_reduce(data, scratch))):
+        ring.together()
         times = []
         for _ in range(REPEATS):
-            ring.together()
             begun = time.perf_counter()
             run()
             times.append(time.perf_counter() - begun)
-        found[name] = sorted(times)[REPEATS // 2]
+        found[name] = times
     print(json.dumps(found))
 
 
