@@ -32,6 +32,7 @@ def side_by_side(job: Job) -> Finding:
     lags = histogram(job)
     if lags:
         said.append(f"weights at most {max(lags)} step{'s' if max(lags) != 1 else ''} old")
+    said += _told_by_events(job)
     mode = f"mode {job.mode}, " if job.mode else ""
     return Finding(
         cause="pool_measured", role="context", severity="info", confidence=0.9, where=Where(module="pools"),
@@ -48,6 +49,20 @@ def side_by_side(job: Job) -> Finding:
             "bytes_up_expected": _told(job, "bytes_up"), "bytes_down_expected": _told(job, "bytes_down"),
             "directory": job.directory,
         })
+
+
+def _told_by_events(job: Job) -> list[str]:
+    """What the run says it lost when it went on, and which updates were left out."""
+    said = []
+    restored = [t for m in job.members.values() for t in m.pool.trouble("pool_restored")]
+    lost = [n for t in restored if isinstance(n := t.last.get("lost_steps"), int) and n > 0]
+    if lost:
+        said.append(f"after the restart {max(lost)} step{'s' if max(lost) > 1 else ''} that the update pool had reached "
+                    "were computed again")
+    skipped = max((t.count for m in job.members.values() for t in m.pool.trouble("pool_skipped")), default=0)
+    if skipped:
+        said.append(f"{skipped} update{'s were' if skipped > 1 else ' was'} left out by agreement")
+    return said
 
 
 def _told(job: Job, key: str) -> float | None:

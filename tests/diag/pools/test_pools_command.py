@@ -208,6 +208,15 @@ def test_a_rank_that_does_not_answer(tmp_path: Path) -> None:
     assert one["where"]["ranks"] == [0] and "does not answer" in one["summary"]
 
 
+def test_what_was_lost_and_left_out_is_told(tmp_path: Path) -> None:
+    events = {2: [{"event": "pool_restored", "time": 1.0, "step": 10, "reached": 13, "lost_steps": 3},
+                  {"event": "pool_skipped", "time": 2.0, "step": 20, "reason": "non-finite gradient"}]}
+    found = report(tmp_path, Run(events=events))
+    said = next(f["summary"] for f in found["findings"] if f["cause"] == "pool_measured")
+    assert found["verdict"] == "healthy" and "3 steps that the update pool had reached" in said
+    assert "1 update was left out" in said
+
+
 def test_update_ranks_that_disagree(tmp_path: Path) -> None:
     path = Run(compute=2, update=3, update_seconds=0.2).write(tmp_path / "run")
     file = path / "events" / "rank_3.jsonl"
