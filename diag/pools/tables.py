@@ -57,8 +57,8 @@ def _told_by_events(job: Job) -> list[str]:
     restored = [t for m in job.members.values() for t in m.pool.trouble("pool_restored")]
     lost = [n for t in restored if isinstance(n := t.last.get("lost_steps"), int) and n > 0]
     if lost:
-        said.append(f"after the restart {max(lost)} step{'s' if max(lost) > 1 else ''} that the update pool had reached "
-                    "were computed again")
+        said.append(f"after the restart {max(lost)} step{'s' if max(lost) > 1 else ''} that the update pool had "
+                    "reached were computed again")
     skipped = max((t.count for m in job.members.values() for t in m.pool.trouble("pool_skipped")), default=0)
     if skipped:
         said.append(f"{skipped} update{'s were' if skipped > 1 else ' was'} left out by agreement")
