@@ -95,6 +95,7 @@ def localise(measure: Measure, places: Sequence[Place], *, mode: Mode = "quick",
     outcome.send, outcome.receive = verdict.send, verdict.receive
     if not by_rank:
         run.rank_level()
+    outcome.silent.sort(key=lambda place: place.rank)
     outcome.rounds = search.round
     outcome.links = run.links()
     outcome.notes = _notes(outcome, search)
