@@ -14,13 +14,12 @@ from tests.netns.links import LinkJob
 
 pytest.importorskip("torch", reason="the extra 'train' is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.root]
-REASON = missing() if os.geteuid() == 0 else "needs root"
 
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    if REASON:
-        pytest.skip(REASON)
+    if reason := missing():
+        pytest.skip(reason)
     with Network(8) as made:
         yield made
 
