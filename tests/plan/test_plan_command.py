@@ -8,15 +8,16 @@ import sys
 
 import pytest
 
-from pdtrain.cli import cli
+from pdtrain.cli import cli, main
 from pdtrain.config import load_run
 from pdtrain.config.load import parse_run
 from pdtrain.config.rules import refusals
 from pdtrain.plan import states
-from pdtrain.plan.hardware import named
+from pdtrain.plan.hardware import named, with_probe
 from pdtrain.plan.parameters import count
 from pdtrain.plan.setup import Options, Setup, bubble, in_flight, stages
 from pdtrain.plan.sweep import sweep
+from pdtrain.plan.timing import times
 
 DEEPSEEK = {  # the shape of the published config.json
     "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "num_hidden_layers": 61,
@@ -75,15 +76,35 @@ def test_megatron_arguments(capsys, tmp_path):
     ('{"hidden_size": "wide", "num_hidden_layers": 2, "num_attention_heads": 2}', "no whole number"),
     ("{", "not valid JSON"),
     ("--num-layers 2 --hidden-size 'x", "unbalanced quotes"),
+    ('{"hidden_size": NaN, "num_hidden_layers": 2, "num_attention_heads": 2}', "hidden_size = nan"),
+    ('{"hidden_size": 64, "num_hidden_layers": 1e300, "num_attention_heads": 2}', "larger than any model"),
+    ('{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 512, "num_experts": 4, '
+     '"moe_intermediate_size": 0, "shared_expert_intermediate_size": 8}', "expert_hidden = 0"),
+    ("--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length inf", "seq_length = inf"),
+    ("--num-layers 99999 --hidden-size 64 --num-attention-heads 2", "at most 10,000 blocks"),
 ])  # fmt: skip
-def test_damaged_sources_are_one_line(tmp_path, text, says):
+def test_damaged_sources_are_one_line(tmp_path, capsys, text, says):
     path = tmp_path / "model"
     path.write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-m", "pdtrain.cli", "plan", str(path), "--gpus", "8"], capture_output=True, text=True
-    )
-    assert done.returncode == 2 and done.stdout == ""
-    assert says in done.stderr and "Traceback" not in done.stderr
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", str(path), "--gpus", "8"])
+    out, error = capsys.readouterr()
+    error = "".join(line for line in error.splitlines(keepends=True) if not line.startswith("pdtrain: warning"))
+    assert stop.value.code == 2 and out == ""
+    assert says in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments, says", [
+    (["--probe", "/dev/zero"], "no regular file"), (["--hardware", "/dev/zero"], "no regular file"),
+    (["--overload", "nan"], "no number to reckon with"), (["--overload", "inf"], "no number to reckon with"),
+    (["sweep", "--gpus", "10000000000"], "at most 1,048,576 devices"), (["/dev/zero"], "no regular file"),
+])  # fmt: skip
+def test_what_has_no_end_is_refused(capsys, arguments, says):
+    command = [arguments.pop(0)] if arguments[0] == "sweep" else []
+    preset = [] if arguments[0] == "/dev/zero" else ["--preset", "deepseek-v3"]
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", *command, *arguments, *preset])
+    assert stop.value.code == 2 and says in capsys.readouterr().err
 
 
 def test_plan_imports_no_torch():
@@ -101,6 +122,24 @@ def test_measured_links_replace_the_catalogue(capsys, tmp_path):
     slow, fast = plan_json(capsys, *arguments, "--probe", str(probe)), plan_json(capsys, *arguments)
     assert slow["hardware"]["measured"] == ["network_bandwidth", "node_bandwidth"]
     assert slow["exposed_communication_seconds"] > 5 * fast["exposed_communication_seconds"]
+
+
+def test_a_measured_rate_is_taken_whole_and_the_smallest_all_reduce_starts_a_collective(tmp_path):
+    probe = tmp_path / "probe.json"
+    rows = [{"operation": "all_reduce", "bytes": 1024, "median_seconds": 3e-4},
+            {"operation": "all_reduce", "bytes": 4096, "median_seconds": 2e-4},
+            {"operation": "all_reduce", "bytes": 1 << 30, "median_seconds": 1e-6},
+            {"operation": "all_gather", "bytes": 1024, "median_seconds": 1e-6}]  # fmt: skip
+    probe.write_text(json.dumps({"links": [{"src": 0, "dst": 1, "bytes_per_second": 450e9}], "rows": rows}))
+    plain = named("h100-sxm")
+    found = with_probe(plain, probe)
+    assert found.measured == ("latency", "node_bandwidth") and found.latency == 2e-4
+    run = load_run(preset="tiny", world=8)
+    before, after = (
+        next(item.seconds - item.calls * device.latency for item in times(Setup(run), device)[1] if item.group == "TP")
+        for device in (plain, found)
+    )
+    assert after == pytest.approx(0.75 * before)
 
 
 def test_update_pool_and_exchange_are_in_the_plan(capsys):
