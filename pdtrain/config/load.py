@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from diag.errors import UsageError
 from pdtrain.config import keys
-from pdtrain.config.mistakes import NOTHING, UNKNOWN, Mistake, UnknownValue, show
+from pdtrain.config.mistakes import NOTHING, UNKNOWN, Mistake, UnknownValue, show, shown_path
 from pdtrain.config.resolved import data_degree, fill
 from pdtrain.config.rules import check, refusals
 from pdtrain.config.schema import Run
@@ -135,13 +135,13 @@ def _read(source: str | Path | None, preset: str | None) -> tuple[str, str, str]
         return str(path), path.stem, path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         hint = f"; for the preset of that name: --preset {path}" if str(path) in presets() else ""
-        raise UsageError(f"no such configuration file: {show(str(path))}{hint}") from None
+        raise UsageError(f"no such configuration file: {shown_path(path)}{hint}") from None
     except IsADirectoryError:
-        raise UsageError(f"{show(str(path))} is a directory, not a TOML file") from None
+        raise UsageError(f"{shown_path(path)} is a directory, not a TOML file") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 at byte {error.start}; a configuration is TOML text") from None
     except OSError as error:
-        raise UsageError(f"cannot read {show(str(path))}: {error.strerror or error}") from None
+        raise UsageError(f"cannot read {shown_path(path)}: {error.strerror or error}") from None
 
 
 def _offer(name: str, legal: Mapping[str, Any]) -> str:

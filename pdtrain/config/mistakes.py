@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 #: Values longer than this are cut in messages.
@@ -83,6 +84,11 @@ def show(value: Any) -> str:
     text = f'"{value}"' if isinstance(value, str) else str(value)
     text = printable(text)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
+def shown_path(path: Path) -> str:
+    """A path, whole: its end is what tells it apart."""
+    return f'"{printable(str(path))}"'
 
 
 def printable(text: str) -> str:

@@ -109,7 +109,9 @@ def test_a_seal_that_cannot_be_written_leaves_nothing(weights: Path, capsys: pyt
     assert sorted(p.name for p in weights.iterdir()) == sorted([*before, "integrity.json"])
 
 
-def test_names_neither_colour_nor_break_lines(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_neither_colour_nor_break_lines(weights: Path, capsys: pytest.CaptureFixture[str],
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # wide enough for the folder's name before that of the tensor
     for arguments in (["ls", weights, "--depth", 0], ["ls", weights], ["verify", weights], ["diff", weights, weights]):
         status, out, _ = ckpt(capsys, *arguments)
         assert status == 0
