@@ -37,7 +37,7 @@ def files(checkpoint: Checkpoint, _: Options, problems: list[Problem]) -> str:
             owners[chunk.file].append(tensor.name)
     told = {p.file for p in checkpoint.problems if p.check in ("files complete", "commit mark")}
     missing = [f for f in sorted(checkpoint.expected) if checkpoint.folder.size(f) is None and f not in told]
-    if len(missing) > 2 and not any(n.endswith(_PAYLOAD) and n not in missing for n in checkpoint.expected):
+    if len(missing) > 2 and not any(n.endswith(_PAYLOAD) for n in checkpoint.expected - set(missing)):
         held = f", which holds {some(owners[missing[0]], 1)}" if owners[missing[0]] else ""
         problems.append(Problem("files complete", f"none of the {len(missing):,} files with tensors is here, the first "
                                 f"being {missing[0]}{held}; only what describes them", missing[0],
