@@ -12,6 +12,8 @@ from diag.schema import SEVERITY_ORDER, Evidence, Finding, Severity, Where
 from diag.signatures import format_says
 
 MAX_EVIDENCE = 6
+#: Lines about another rank than the one that prints them, which may be on another host.
+OF_ANOTHER = {"pdtrain-pool-lost", "pdtrain-pool-damaged"}
 ANALYSER = {"flight-analyser-missing", "flight-analyser-culprit"}
 _ANALYSED = re.compile(r"missing ranks: \{[\d, ]+\}|Culprit rank \d+")
 #: Rules that only say "a mistake in some program"; `exceptions` decides what they mean.
@@ -96,7 +98,7 @@ def blamed(view: View, items: Iterable[Item]) -> tuple[list[int], list[str], lis
         groups, blames = item.groups, item.rule.blames
         if blames == "job":
             continue
-        host = groups.get("host") or item.host
+        host = groups.get("host") or (item.host if item.rule.id not in OF_ANOTHER else None)
         if blames == "rank" or (blames == "reporter" and item.rank is not None):
             named = [int(n) for key in ("rank", "who") for n in re.findall(r"\d+", groups.get(key, ""))]
             ranks.update(named or ([item.rank] if item.rank is not None else []))
