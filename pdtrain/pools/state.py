@@ -34,8 +34,10 @@ class Parts(Tensor):
         self.parts = dict(parts)
         return self
 
-    @classmethod  # type: ignore[override]
-    def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise NotImplementedError(f"{operation} on a tensor that is held in parts")
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:

@@ -59,8 +59,9 @@ def _link(
             refused = {fault["bucket"] for fault in faults if fault["kind"] == "version"}
             for number in range(messages):
                 if number not in refused:
-                    payload = receiver.take(Kind.GRADIENTS, 1, number)
-                    said["values"].append(sorted(set(payload.view(torch.float32).tolist())))
+                    taken = receiver.take(Kind.GRADIENTS, 1, number)
+                    assert taken is not None
+                    said["values"].append(sorted(set(taken.view(torch.float32).tolist())))
             receiver.close()
             said["counters"] = receiver.take_counters()
     except PoolError as error:
@@ -75,7 +76,7 @@ def _links(rank: int, cases: list[tuple[list[dict[str, Any]], dict[str, Any]]]) 
 
 def test_faults_on_a_link(tmp_path: Path):
     up = {"rank": 0, "direction": "up", "step": 1}
-    cases = [
+    cases: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
         ([], {}),
         ([{"kind": "corrupt", "bucket": 2, **up}], {}),
         ([{"kind": "duplicate", "bucket": 1, **up}, {"kind": "duplicate", "bucket": 5, **up}], {}),
