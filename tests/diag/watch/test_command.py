@@ -164,3 +164,18 @@ def test_sparklines() -> None:
     assert sparkline([5.0] * 100, 10) == "▁" * 10
     assert sparkline([], 10) == "" and sparkline([float("nan")], 10) == "×"
     assert len(sparkline(list(range(1000)), 17)) == 17
+
+
+def test_a_command_that_hangs_does_not_outlive_the_watch(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    code = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    hooks = Hooks([[sys.executable, "-c", code]], [], complain=lambda text: None)
+    hooks.send(b"{}\n")
+    deadline = time.monotonic() + 30
+    while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    hooks.close(0.1)
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.kill(int(pid.read_text()), 0)
+            time.sleep(0.02)

@@ -72,6 +72,22 @@ def test_a_rank_that_becomes_slow_is_named_and_cleared_when_it_is_not(tmp_path: 
     assert [c.event for c in watched.changes] == ["raised", "cleared"]
 
 
+@pytest.mark.parametrize("slow_steps, raised_at", [(2, []), (3, [32])])
+def test_three_measured_steps_tell_a_rank_that_is_slower_by_far_and_two_do_not(
+        tmp_path: Path, slow_steps: int, raised_at: list[int]) -> None:
+    watched = Watched(tmp_path)
+    at = []
+    append(tmp_path / "metrics.jsonl", metrics(range(1, 2)))
+    for step in range(1, 40):
+        for rank in range(4):
+            slow = 0.3 if rank == 2 and 30 <= step < 30 + slow_steps else 0.1
+            append(tmp_path / f"events/rank_{rank}.jsonl",
+                   events(rank, range(step, step + 1), attention=slow, start=step == 1))
+        append(tmp_path / "metrics.jsonl", metrics(range(step + 1, step + 2)))
+        at += [step for said in watched.tick() if said == "raised straggler"]
+    assert at == raised_at
+
+
 def test_the_one_that_was_fast_is_not_slow_when_the_other_recovers(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
     append(tmp_path / "metrics.jsonl", metrics(range(1, 2)))
