@@ -8,6 +8,7 @@ from diag.logs.endings import (
     AT_EXIT,
     SIGNALS,
     attach_exits,
+    exits,
     finished_at,
     jit_lock,
     last_good_save,
@@ -75,7 +76,7 @@ def findings_of(view: View) -> list[Finding]:
     found += [f for f in startup_findings(view) if f.confidence >= SURE_ABSENCE or not found]
     found = _merged(found + numeric_findings(view))
     survived(view, found)
-    told_to_end(found)
+    told_to_end(view, found)
     alive = [f for f in found if SEVERITY_ORDER[f.severity] >= SEVERITY_ORDER["warning"]]
     if not [f for f in alive if f.cause not in ("scheduler_time_limit", "slow_node", "loss_spike")]:
         quiet = jit_lock(view) or silence(view)
@@ -173,12 +174,23 @@ def _merged(found: list[Finding]) -> list[Finding]:
     return result
 
 
-def told_to_end(found: list[Finding]) -> None:
-    """The signal at a time limit: programs print it at once, the scheduler's own line may come far below."""
-    if any(f.cause == "scheduler_time_limit" for f in found):
+def told_to_end(view: View, found: list[Finding]) -> None:
+    """The signal at a time limit: programs print it at once, the scheduler's own line may come far below.
+
+    The same signal from the launcher, which ends the other ranks after one has failed, is no preemption.
+    """
+    if any(f.cause == "scheduler_time_limit" for f in found) or _told_by_launcher(view):
         for finding in found:
             if finding.cause == "preempted" and finding.numbers.get("signatures") == ["preempt-signal"]:
                 finding.severity, finding.role = "info", "victim"
+
+
+def _told_by_launcher(view: View) -> bool:
+    """Whether the launcher reports a failure, was not told to stop itself, and signalled as many as say so."""
+    told = {item.groups.get("pid") for item in view.of("agent-sigterm")}
+    said = {(item.place.log, item.event.speaker.mark) for item in view.of("preempt-signal")}
+    failed = any(end.code not in (0, -15, 143) for end in exits(view))
+    return failed and len(said) <= len(told) and not view.of("agent-death-signal", "agent-sigterm-received")
 
 
 def survived(view: View, found: list[Finding]) -> None:

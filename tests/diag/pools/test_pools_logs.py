@@ -47,3 +47,26 @@ def test_damage_that_did_not_stop(tmp_path: Path) -> None:
     (tmp_path / "rank_2.log").write_text(START.format(rank=2, host="vm") + f"\npdtrain: {last}\n")
     root = pdtrain("diag", "postmortem", tmp_path, "--json").json()["findings"][0]
     assert (root["cause"], root["severity"], root["where"]["ranks"]) == ("pool_payload_corrupt", "fatal", [1])
+
+
+TOLD = "2026-11-30T00:10:41.200Z [rank{rank}] WARNING pdtrain.recorder.crash: received SIGTERM\n"
+CLOSING = "".join(f"W1130 00:10:41.150000 11200 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process "
+                  f"1129{rank} closing signal SIGTERM\n" for rank in (0, 1))
+
+
+def test_the_launchers_own_signal_is_no_preemption(tmp_path: Path) -> None:
+    """Compute ranks wait where a signal is heard, so that each says it before the kill is reported."""
+    for rank in (0, 1):
+        text = START.format(rank=rank, host="vm") + "\n" + TOLD.format(rank=rank)
+        (tmp_path / f"rank_{rank}.log").write_text(text)
+    (tmp_path / "launcher.log").write_text(KILLED.replace("\n", "\n" + CLOSING, 1))
+    root = pdtrain("diag", "postmortem", tmp_path, "--json").json()["findings"][0]
+    assert (root["cause"], root["where"]["ranks"]) == ("killed_unconfirmed", [2])
+
+
+def test_a_signal_that_no_failure_precedes_is_one(tmp_path: Path) -> None:
+    for rank in (0, 1, 2):
+        text = START.format(rank=rank, host="vm") + "\n" + TOLD.format(rank=rank)
+        (tmp_path / f"rank_{rank}.log").write_text(text)
+    (tmp_path / "launcher.log").write_text(KILLED.splitlines()[0] + "\n" + CLOSING)
+    assert pdtrain("diag", "postmortem", tmp_path, "--json").json()["findings"][0]["cause"] == "preempted"
