@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
@@ -81,12 +82,18 @@ def lost(job: Job) -> Iterator[Finding]:
         cause="pool_member_lost", severity="warning" if went_on else "error",
         confidence=0.85 if len(gone) == 1 else 0.6,
         summary=_sentence(job, gone, about, silent=silent, went_on=went_on),
-        where=Where(ranks=gone, hosts=job.hosts(gone), group=GROUP, step=first.trouble.step,
+        where=Where(ranks=gone, hosts=job.hosts(gone), group=GROUP, step=_step(first.trouble),
                     time=stamp(first.trouble.time)),
         evidence=[_evidence(report) for report in about[:4]] + _last_words(job, gone),
-        numbers={"reports": [{"rank": r.member.rank, "lost": r.peer, "step": r.trouble.step,
+        numbers={"reports": [{"rank": r.member.rank, "lost": r.peer, "step": _step(r.trouble),
                               "reason": str(r.trouble.first.get("reason", ""))[:200]} for r in reports[:32]]},
     )
+
+
+def _step(trouble: Trouble) -> int | None:
+    """The step of a loss: its own field, or what was waited for."""
+    said = re.search(r"\bstep (\d{1,12})\b", str(trouble.first.get("waiting_for", "")))
+    return trouble.step if trouble.step is not None else int(said[1]) if said else None
 
 
 def _sentence(job: Job, gone: list[int], about: list[Report], *, silent: bool, went_on: bool) -> str:
