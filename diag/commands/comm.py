@@ -22,7 +22,7 @@ _SIZE = "SIZE"
 @click.option("--max", "largest", default="1G", show_default=True, metavar=_SIZE, help="Largest message.")
 @click.option("--iterations", type=click.IntRange(3, 10_000), default=20, show_default=True, metavar="N")
 @click.option("--budget", type=click.FloatRange(0.1, 86_400), metavar="SECONDS",
-              help="Time for all sweeps; sizes that do not fit are left out. [default: 30; 8 with --quick]")
+              help="Time for all sweeps; sizes that do not fit are left out. [default: 30; 5 with --quick]")
 @click.option("--timeout", type=click.FloatRange(2, 3600), default=30.0, show_default=True, metavar="SECONDS",
               help="A rank that does not answer for so long is named.")
 @click.option("--config", metavar="RUN.toml", help="Measure the TP, EP, DP and EDP groups of this run.")
@@ -36,7 +36,7 @@ _SIZE = "SIZE"
 def comm(paths: tuple[str, ...], output: Output, **given: object) -> int:
     """Measure collectives and links between the ranks of a job; name a bad link, host or rank.
 
-    `--nproc N` measures among N processes here; `torchrun ... --no-python pdtrain diag comm` on any number of hosts,
+    `--nproc N` measures among N processes here; `torchrun ... --no-python -- pdtrain diag comm` on any number of hosts,
     NCCL where there are GPUs, Gloo elsewhere. The lowest rank that answers prints. With PROBE.json nothing is measured:
     saved probes are shown again.
     """

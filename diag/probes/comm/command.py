@@ -11,7 +11,7 @@ from diag.errors import UsageError
 from diag.probes.comm.ask import OPERATIONS, Ask, absolute, parse_size
 
 #: Seconds for all sweeps.
-BUDGET, QUICK_BUDGET = 30.0, 8.0
+BUDGET, QUICK_BUDGET = 30.0, 5.0
 
 
 def run(paths: tuple[str, ...], output: Output, given: dict[str, Any]) -> int:
@@ -36,8 +36,8 @@ def run(paths: tuple[str, ...], output: Output, given: dict[str, Any]) -> int:
             raise UsageError("--nproc starts a job and this process is a rank of one already; leave it out")
         return run_rank(ask, shown) or 0
     if not given["nproc"]:
-        raise UsageError("say among whom: --nproc N starts N ranks here, `torchrun ... --no-python pdtrain diag comm` "
-                         "measures between hosts, PROBE.json shows a saved probe")
+        raise UsageError("say among whom: --nproc N starts N ranks here, `torchrun ... --no-python -- pdtrain diag "
+                         "comm` measures between hosts, PROBE.json shows a saved probe")
     if ask.config is not None:
         from diag.probes.comm.groups import check_world
 
