@@ -7,7 +7,7 @@ from statistics import mean
 from typing import Any
 
 from diag.pools.gather import COMPUTE, UPDATE, Job, Member
-from diag.pools.legal import Limits, command
+from diag.pools.legal import Limits, command, command_without
 from diag.pools.members import GROUP, share_of_state
 from diag.pools.ratio import BALANCED_POINTS, WORTH, Choice, Split, choose, predicted, splits, unseparated
 from diag.report.model import rank_list
@@ -150,8 +150,8 @@ def _advice(job: Job, choice: Choice) -> list[str]:
         estimate = unseparated(now, limits.compute)
         if estimate is not None and (not choice.balances or choice.gain < -WORTH):
             steps.append(f"Consider not to separate: the same work on {estimate[0]} ranks without pools is about "
-                         f"{_seconds(estimate[1])} per step (estimated from these seconds; measure it: --set "
-                         "pools.mode=off --set pools.update_ranks=0).")
+                         f"{_seconds(estimate[1])} per step (estimated from these seconds). Measure it: "
+                         f"{command_without(limits, job.directory, estimate[0])}")
     elif job.mode == "sync":
         steps.append("Let the update overlap with the backward pass: --set pools.mode=stream.")
     steps.append(f"Measure again: pdtrain diag pools {job.directory}")

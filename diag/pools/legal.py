@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from shlex import quote
 
 from diag.artefacts.run_config import RunConfig
 
@@ -56,8 +57,24 @@ class Limits:
 
 
 def command(limits: Limits, directory: str, compute: int, update: int) -> str:
-    """What to type to go on with another split."""
+    """What to type to go on with another split, the batch unchanged."""
+    return (f"pdtrain train {quote(directory + '/config.toml')} --run-dir {quote(directory)} --resume "
+            f"--nproc {compute + update} --set parallel.ranks={compute} --set pools.update_ranks={update}"
+            f"{_batch(limits, compute)}")
+
+
+def command_without(limits: Limits, directory: str, ranks: int) -> str:
+    """What to type to measure the same job without pools, in a directory of its own."""
+    return (f"pdtrain train {quote(directory + '/config.toml')} --run-dir {quote(directory + '-without-pools')} "
+            f"--nproc {ranks} --set parallel.ranks={ranks} --set pools.mode=off --set pools.update_ranks=0 "
+            f"--set train.steps=50{_batch(limits, ranks)}")
+
+
+def _batch(limits: Limits, compute: int) -> str:
+    """The keys that keep the batch: a run's config.toml has all of them written out."""
     micro = limits.micro(compute)
-    smaller = f" --set train.micro_batch={micro}" if micro is not None and micro != limits.micro_batch else ""
-    return (f"pdtrain train {directory}/config.toml --run-dir {directory} --resume --nproc {compute + update} "
-            f"--set parallel.ranks={compute} --set pools.update_ranks={update}{smaller}")
+    if micro is None or not limits.batch:
+        return ""
+    smaller = f" --set train.micro_batch={micro}" if micro != limits.micro_batch else ""
+    dp = compute // (limits.pipeline * limits.tensor)
+    return f"{smaller} --set train.accumulation={limits.batch // (micro * dp)}"

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+
 import pytest
 
-from diag.pools.legal import Limits, command
+from diag.artefacts import memory_source
+from diag.artefacts.run_config import RunConfig
+from diag.artefacts.run_config import read as read_config
+from diag.pools.legal import Limits, command, command_without
 from diag.pools.ratio import Split, choose, predicted, unseparated
+from tests.diag.helpers import pdtrain
 
 
 def anything(compute: int, update: int) -> bool:
@@ -51,7 +58,8 @@ def test_layout_and_batch_limit_the_splits() -> None:
     assert legal == [(2, 6), (4, 4), (6, 2)]
     assert [n for n in range(1, 9) if Limits(batch=48, micro_batch=4).compute(n)] == [1, 2, 3, 4, 6, 8]
     assert Limits(batch=12, micro_batch=4).micro(4) == 3
-    assert "train.micro_batch=3" in command(Limits(batch=12, micro_batch=4), "run", 4, 1)
+    typed = command(Limits(batch=12, micro_batch=4), "run", 4, 1)
+    assert "train.micro_batch=3" in typed and "train.accumulation=1" in typed
 
 
 def test_the_estimate_without_pools_is_the_work_over_all_ranks() -> None:
@@ -64,3 +72,21 @@ def test_the_estimate_without_pools_is_the_work_over_all_ranks() -> None:
 def test_nothing_measured_divides_by_nothing() -> None:
     nothing = Split(1, 1, 0.0, 0.0, 0.0)
     assert nothing.points == 0.0 and choose(nothing, anything).gain == 0.0
+
+
+def test_what_is_to_be_typed_is_taken(tmp_path: Path) -> None:
+    """A run's config.toml has every key written out, the accumulation too, so that other ranks alone do not fit."""
+    shown = pdtrain("train", "--preset", "tiny", "--set", "pools.mode=sync", "--set", "pools.update_ranks=2", "--set",
+                    "modules.attention.tensor=1", "--set", "modules.experts.expert=1", "--set", "train.micro_batch=4",
+                    "--set", "train.train_batch=48", "--print-config")
+    run = tmp_path / "a run"
+    run.mkdir()
+    (run / "config.toml").write_text(shown.out)
+    config = read_config(memory_source(shown.out.encode(), "config.toml"))
+    assert isinstance(config, RunConfig)
+    limits = Limits.of(config)
+    assert (limits.batch, limits.micro_batch) == (48, 4)
+    typed = [command(limits, str(run), 3, 1), command(limits, str(run), 6, 2), command_without(limits, str(run), 4)]
+    for line in typed:
+        done = pdtrain(*shlex.split(line)[1:], "--dry-run")
+        assert done.status == 0, done.err
