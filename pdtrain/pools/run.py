@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -257,11 +256,12 @@ def _ends(resolved: Resolved, layout: Layout, plan: Plan, rank: int, journal: Jo
 def _links(ends: list[End], rank: int, judge: Any) -> tuple[dict[int, Sender], dict[int, Receiver]]:
     """Start the threads: a compute rank sends up and receives down, an update rank the other way round."""
     senders, receivers = {}, {}
+    faults = faults_of(rank)
     for end in ends:
         if (end.direction == "up") == (rank < end.peer):
-            senders[end.peer] = Sender(end, faults_of(rank))
+            senders[end.peer] = Sender(end, faults)
         else:
-            receivers[end.peer] = Receiver(end, partial(judge))
+            receivers[end.peer] = Receiver(end, judge)
     return senders, receivers
 
 

@@ -13,6 +13,7 @@ from tests.pools.pooled import pooled_run, pooled_steps
 from tests.small_run import small_run, train_steps
 
 
+@pytest.mark.slow
 def test_saved_with_pools_resumed_without_and_with_others(tmp_path: Path) -> None:
     """5 + 5 steps equal 10, whichever half ran with pools, and with another number of update ranks."""
     straight = run_distributed(train_steps, 2, tmp_path, small_run(ranks=2), 10)[0]
