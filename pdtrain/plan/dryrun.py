@@ -79,8 +79,8 @@ def _pools(resolved: Resolved) -> Iterator[str]:
         f"{members}: about {found['state_bytes_per_update_rank'] / 1e6:,.1f} MB of FP32 masters and moments each"
     )
     yield (
-        f"  per step {found['bytes_up'] / 1e6:,.1f} MB of gradients up and {found['bytes_down'] / 1e6:,.1f} MB of weights "
-        f"down ({found['payload']}), over all ranks of a pool, whatever the DP degree"
+        f"  per step {found['bytes_up'] / 1e6:,.1f} MB of gradients up and {found['bytes_down'] / 1e6:,.1f} MB of "
+        f"weights down ({found['payload']}), over all ranks of a pool, whatever the DP degree"
     )
 
 

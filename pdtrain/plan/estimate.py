@@ -97,8 +97,8 @@ def conventions(found: Estimate) -> list[str]:
         "worst_rank decides `fits`",
         f"activations: inventory `{inventory_of(setup)}`, {'flash' if setup.options.flash else 'explicit'} attention, "
         f"overload factor {setup.options.overload:g} on routed rows, {experts}",
-        f"fits: worst rank + {hardware.runtime_bytes / 1e9:g} GB for context and NCCL <= {memory.WATERMARK:.0%} of memory"
-        f"; budget: <= {memory.BUDGET:.0%} without them",
+        f"fits: worst rank + {hardware.runtime_bytes / 1e9:g} GB for context and NCCL <= {memory.WATERMARK:.0%} of "
+        f"memory; budget: <= {memory.BUDGET:.0%} without them",
         f"hardware: {hardware.name}, {hardware.source} ({hardware.date}){measured}",
         f"time: model, not measurement (docs/plan.md says how far off); routing balanced up to the overload factor; "
         f"hidden under compute: {hidden}",

@@ -32,8 +32,8 @@ class Hardware:
 
     latency: seconds that starting one collective costs. block_overhead: seconds of the host per block and micro-batch,
     forward and backward, that no device work hides; step_overhead: the same per optimizer step. The catalogue takes the
-    latter two as 0: a GPU that is busy hides them. runtime_bytes: what the context, NCCL's buffers and the allocator take
-    beside tensors, 2 to 4 GB on NVIDIA GPUs (field value); nothing on CPUs.
+    latter two as 0: a GPU that is busy hides them. runtime_bytes: what the context, NCCL's buffers and the allocator
+    take beside tensors, 2 to 4 GB on NVIDIA GPUs (field value); nothing on CPUs.
     """
 
     key: str
