@@ -133,7 +133,10 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
             began = time.perf_counter()
             lr = learning_rate(run.optimizer, step, run.train.steps)
             with memory.step(step + 1, model, optimizer) if optimizer is not None else nullcontext():
-                result = step_once(consumed, lr, bool(stop_request))
+                try:
+                    result = step_once(consumed, lr, bool(stop_request))
+                except RuntimeError as error:
+                    raise (error if pools is None else pools.explained(error, step + 1)) from error.__cause__
             step, consumed = step + 1, consumed + resolved.train_batch
             spike = result.spike
             if spike is None or spike.verdict.kind == "nan":

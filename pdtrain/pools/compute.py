@@ -27,6 +27,7 @@ from pdtrain.model.transformer import Transformer
 from pdtrain.parallel.gradients import RowParameters
 from pdtrain.parallel.shard import units
 from pdtrain.pools.journal import Journal
+from pdtrain.pools.links import CLOSED, reason
 from pdtrain.pools.message import DTYPES, Header, Kind, PoolError, Status, as_bytes
 from pdtrain.pools.plan import Bucket, Plan
 from pdtrain.pools.receiving import Receiver
@@ -216,6 +217,15 @@ class ComputeSide:
         if not self.streams:
             self.settle()
         self.journal.end(self.step, version, self.step - 1 - version, 0, self.senders, self.receivers)
+
+    def explained(self, error: RuntimeError, step: int) -> Exception:
+        """`error` of a collective of the compute pool as one line, where a dead rank is what it tells of."""
+        if reason(error) != CLOSED:
+            return error
+        others = ", ".join(str(rank) for rank in self.plan.compute if rank != self.rank)
+        return PoolError(
+            f"pools: rank {self.rank} (compute) lost a rank of the compute pool ({others}): {CLOSED} in step {step}"
+        )
 
     def settle(self) -> None:
         """Take the weights of every step done so far: before a validation, and at the end of a synchronous step."""

@@ -20,6 +20,8 @@ from pdtrain.pools.message import HEADER_BYTES, Header, Kind, PoolError
 Direction = Literal["up", "down"]  # gradients to the update pool; weights back
 #: Messages sent ahead of the oldest unanswered one.
 WINDOW = 4
+#: Why a peer is lost, when its process is gone.
+CLOSED = "connection closed"
 #: What is sent anew when a step is computed again.
 REPEATED = (Kind.GRADIENTS, Kind.COMMIT)
 
@@ -113,7 +115,7 @@ class LinkThread:
             self._fail(error)
         except Exception as error:  # the thread has no caller: the training loop must learn of it
             if not self.closing:
-                self._fail(self.end.lost(_reason(error), self._waiting_for()))
+                self._fail(self.end.lost(reason(error), self._waiting_for()))
 
     def _fail(self, error: PoolError) -> None:
         with self.changed:
@@ -137,7 +139,8 @@ class LinkThread:
         return counters
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """What Gloo says, in few words."""
     text = str(error)
-    closed = ("closed", "reset by peer", "Broken pipe", "Connection refused")
-    return "connection closed" if any(word in text for word in closed) else " ".join(text.split())[:160]
+    closed = ("Connection closed", "reset by peer", "Broken pipe", "Connection refused")
+    return CLOSED if any(word in text for word in closed) else " ".join(text.split())[:160]
