@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tests.diag.helpers import pdtrain
 #: Work that takes its time without a processor: so much per sequence on compute ranks, and per step over all the state.
 PLANT = """
 import importlib.abc, importlib.util, sys, time
-PER_SEQUENCE, PER_STEP = 0.12, 0.65
+PER_SEQUENCE, PER_STEP = 0.30, 0.75
 
 def update(module):
     made, applied = module.UpdateSide.__init__, module.OwnedBucket.apply
@@ -51,7 +52,7 @@ class Planter(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Planter())
 """
 SEPARATED = (SMALL.replace("{tensor = 2}", "{tensor = 1}").replace("{expert = 2}", "{expert = 1}")
-             .replace("train_batch = 4", "train_batch = 12").replace("micro_batch = 2", "micro_batch = 1")
+             .replace("train_batch = 4", "train_batch = 6").replace("micro_batch = 2", "micro_batch = 1")
              .replace("val_sequences = 4", "val_sequences = 0").replace("steps = 6", "steps = 12"))
 
 
@@ -72,7 +73,9 @@ def imbalance(found: dict[str, Any]) -> dict[str, Any] | None:
 
 @pytest.mark.slow
 def test_the_recommended_ratio_measures_within_twenty_points(tmp_path: Path) -> None:
-    """1.44 s of compute, with what it really takes, and 0.65 s of update: 2 + 2 is told 3 + 1, and that is even."""
+    """1.8 s of compute, with what it really takes, and 0.75 s of update: 2 + 2 is told 3 + 1, and that is even."""
+    if os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
+        pytest.skip("the processors are taken by others: what the ranks really compute outweighs what was planted")
     (tmp_path / "sitecustomize.py").write_text(PLANT)
     assert train(tmp_path, "first", 2, 2, PYTHONPATH=str(tmp_path)) == 0
     one = imbalance(pdtrain("diag", "pools", tmp_path / "first", "--json").json())
