@@ -64,7 +64,8 @@ def test_leftovers_of_a_killed_sweep_are_found_by_their_folder(tmp_path: Path):
 
 
 SMALL = ["model.layers=1", "model.dense_layers=1", "model.hidden=32", "model.heads=2", "model.kv_heads=2",
-         "model.head_dim=16", "model.ffn_hidden=64", "train.sequence_length=32", "train.train_batch=4"]  # fmt: skip
+         "model.head_dim=16", "model.ffn_hidden=64", "train.sequence_length=32", "train.train_batch=4",
+         "train.micro_batch=2", "modules.attention.tensor=1", "modules.experts.expert=1"]  # fmt: skip
 
 
 @pytest.mark.slow
