@@ -146,7 +146,8 @@ def _base(lines: Sequence[TextLine], start: int, head: str) -> str:
         at = line.text.find('File "')
         if at >= 0:
             base = line.text[:at]
-            return base.removesuffix("  ")
+            level = re.sub(r"\d", "0", base) == re.sub(r"\d", "0", prefix)  # a forum has eaten the indentation
+            return base if level else base.removesuffix("  ")
     return prefix
 
 

@@ -85,7 +85,8 @@ def findings_of(view: View) -> list[Finding]:
             alive.append(quiet)
     if not alive:
         promoted = promote(view)
-        if not promoted or promoted[0].cause == "preempted":  # a step is also cancelled because a task has failed
+        if not promoted or promoted[0].cause == "preempted" or (promoted[0].cause == "segfault" and peer_gone(view)):
+            # a step is also cancelled because a task has failed, and a watchdog aborts because a peer has gone
             other = silent_failure(view) or peer_gone(view)
             promoted = [other] if other is not None else promoted
         found.extend(promoted)

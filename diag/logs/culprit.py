@@ -35,6 +35,10 @@ def culprit_by_elimination(view: View, place: Place) -> set[int]:
         rank = view.identity.rank_from_local(int(failed.pop()[0]), None)
         if rank is not None:
             return {rank}
+    tasks = view.of("srun-task")
+    if len(tasks) > 1 and tasks[0].groups["what"].startswith("Exited with exit code") and not view.blocks and \
+            not view.of("agent-failed") and tasks[0].groups["tasks"].isdigit():
+        return {int(tasks[0].groups["tasks"])}  # srun starts the ranks itself, and this one ended first
     behind = device_behind(view)
     if behind is not None and view.identity.one_host():
         return {behind}

@@ -44,7 +44,7 @@ def exits(view: View) -> list[Exit]:
     for index, block in view.blocks:
         found.append(Exit(block.code, block.rank, block.host or None, Place(index, block.line)))
     failed = view.of("agent-failed", "deepspeed-exit")
-    alone = len({(item.place.log, item.event.speaker.pid) for item in failed}) == 1
+    alone = len({(item.place.log, item.event.speaker.pid) for item in failed}) == 1 and not view.of("srun-task")
     for item in failed:
         local = item.groups.get("local")
         rank = who.rank_from_local(int(local), item.host, alone=alone) if local is not None else None
@@ -56,6 +56,7 @@ def exits(view: View) -> list[Exit]:
             found.append(Exit(code, task, item.groups["host"], item.place, item))
     for item in view.of("mpirun-signal"):
         found.append(Exit(-int(item.groups["signal"]), int(item.groups["rank"]), item.groups["host"], item.place, item))
+    found += [Exit(1, int(item.groups["rank"]), None, item.place, item) for item in view.of("mpirun-first-exit")]
     for item in view.of("spawn-process"):
         code = _NAMES.get(item.groups.get("signal", ""), int(item.groups.get("code") or 1))
         number = int(item.groups["process"])
@@ -84,7 +85,7 @@ def attach_exits(view: View, finding: Finding) -> None:
         finding.where.ranks = sorted(named[0])
     elif named and not same:
         finding.where.ranks = []  # another rank each time: it is the host, not the rank
-    hosts = {e.host for e in fitting if e.host}
+    hosts = {e.host for e in fitting if e.host} or only_failed_host(view)
     finding.where.hosts = sorted({*finding.where.hosts, *hosts}) or finding.where.hosts
     who = subject_of(finding.where.ranks, finding.where.hosts)
     if who and not finding.summary.startswith(who):
@@ -92,6 +93,19 @@ def attach_exits(view: View, finding: Finding) -> None:
     if not same:
         finding.summary += " (another rank at each attempt)"
         finding.numbers["ranks_by_attempt"] = [sorted(r) for r in named]
+
+
+def first_failed_tasks(view: View) -> list[Exit]:
+    """The tasks that srun reports before it ends the others, where they ended by themselves."""
+    items = view.of("srun-task")
+    if not items or not items[0].groups["what"].startswith("Exited with exit code"):
+        return []
+    return [end for end in exits(view) if end.item is items[0]]
+
+
+def only_failed_host(view: View) -> set[str]:
+    """The one host on which a task of srun ended by itself."""
+    return {item.groups["host"] for item in view.of("srun-task")[:1] if first_failed_tasks(view)}
 
 
 def silent_failure(view: View) -> Finding | None:
