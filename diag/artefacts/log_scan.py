@@ -34,6 +34,8 @@ COUNT_ONLY = 20_000
 #: Rules whose first few lines say it all (channels, interfaces): NCCL prints them by the million.
 CHATTY = "chat-"
 CHATTY_COUNT, CHATTY_TRIES = 8, 4000
+#: Places of one line at which one rule is tried in vain.
+MAX_TRIES = 64
 #: Text within this distance behind a traceback's start belongs to it.
 CONTEXT = 96 << 10
 TAIL = 32 << 10
@@ -101,6 +103,7 @@ class Scan:
         first_line, first_offset = facts.lines + 1, facts.size
         counted, at_line = 0, first_line
         seen: set[tuple[int, int]] = set()
+        tries: dict[tuple[int, int], int] = {}
         new: list[Event] = []
         starts: list[tuple[int, int]] = []
         for end, index in self.catalogue.matcher.propose(block):
@@ -120,6 +123,9 @@ class Scan:
                 segment = _ESCAPES.sub(b"", segment)
             match = verify(rule, segment)
             if match is None:
+                tries[index, start] = failed = tries.get((index, start), 0) + 1
+                if failed >= MAX_TRIES or (low, high) == (start, stop):
+                    seen.add((index, start))  # the whole line was looked at, or enough of a line without an end
                 continue
             seen.add((index, start))
             facts.counts[rule.id] = count + 1
