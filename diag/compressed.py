@@ -1,11 +1,13 @@
-"""Streams of plain bytes from .gz and .zst files, with a limit against decompression bombs.
+"""Streams of plain bytes from .gz and .zst files and from UTF-16 text, with a limit against decompression bombs.
 
-Compression is recognised by its magic bytes, not by the name. Damage is raised as `ArtefactError` from `read`, after
+Compression is recognised by its magic bytes, not by the name; UTF-16 (what Windows shells redirect) by its byte-order
+mark before an ASCII character. Damage is raised as `ArtefactError` from `read`, after
 everything before it has been delivered, so that a cut archive still tells what it holds.
 """
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import zlib
@@ -21,9 +23,12 @@ FREE_BYTES = 256 << 20
 
 
 def compression_of(path: Path) -> str | None:
-    """"gzip", "zstd" or None, from the first four bytes."""
+    """"gzip", "zstd", "utf-16" or None, from the first four bytes."""
     with path.open("rb") as stream:
         magic = stream.read(4)
+    if len(magic) == 4 and (magic[:2] == b"\xff\xfe" and magic[3] == 0 < magic[2]
+                            or magic[:2] == b"\xfe\xff" and magic[2] == 0 < magic[3]):
+        return "utf-16"
     return next((name for prefix, name in MAGIC.items() if magic.startswith(prefix)), None)
 
 
@@ -35,12 +40,33 @@ def open_plain(path: Path, compression: str | None) -> BinaryIO:
     raw: BinaryIO
     if compression == "gzip":
         raw = cast(BinaryIO, gzip.GzipFile(path, "rb"))
+    elif compression == "utf-16":
+        raw = cast(BinaryIO, _Recoded(path.open("rb")))
     else:
         import zstandard  # optional at run time: most runs leave no .zst behind
 
         decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 27)
         raw = cast(BinaryIO, decompressor.stream_reader(path.open("rb"), closefd=True, read_across_frames=True))
     return cast(BinaryIO, io.BufferedReader(_Guarded(raw, limit), 1 << 18))
+
+
+class _Recoded:
+    """UTF-16 read as UTF-8."""
+
+    def __init__(self, inner: BinaryIO) -> None:
+        self.inner, self.decoder, self.ready = inner, codecs.getincrementaldecoder("utf-16")("replace"), b""
+
+    def read(self, size: int) -> bytes:
+        while not self.ready:
+            block = self.inner.read(1 << 16)
+            self.ready = self.decoder.decode(block, final=not block).encode("utf-8", "replace")
+            if not block:
+                break
+        taken, self.ready = self.ready[:size], self.ready[size:]
+        return taken
+
+    def close(self) -> None:
+        self.inner.close()
 
 
 class _Guarded(io.RawIOBase):

@@ -93,6 +93,7 @@ def read(
     items: list[Artefact] = []
     batches: dict[str, tuple[Reader, list[Source], list[int]]] = {}
     skipped: list[str] = []
+    empty: list[str] = []
     for source in sources:
         if isinstance(source, Unreadable):
             items.append(source)
@@ -105,8 +106,8 @@ def read(
             items.append(Unreadable(path=source.path, format=reader.NAME, bytes=source.bytes, problem="not read"))
         elif source.given:
             items.append(_refused(source, reader))
-        elif source.bytes:
-            skipped.append(source.path)
+        else:
+            (skipped if source.bytes else empty).append(source.path)
     total, done = sum(s.bytes for _, batch, _ in batches.values() for s in batch), 0
     for reader, batch_sources, places in batches.values():
 
@@ -117,7 +118,7 @@ def read(
         for place, item in zip(places, _read_batch(reader, batch_sources, advance), strict=True):
             items[place] = item
         done += sum(s.bytes for s in batch_sources)
-    return items, _skip_note(skipped)
+    return items, [*_listed(skipped, "not used"), *_listed(empty, "empty")]
 
 
 def _read_batch(reader: Reader, sources: list[Source], progress: Progress) -> Iterator[Artefact]:
@@ -171,13 +172,13 @@ def _nothing_to_use(notes: list[str]) -> str:
     return f"nothing here is in a format that this command reads; {notes[0]}" if notes else "empty; nothing to read"
 
 
-def _skip_note(skipped: list[str]) -> list[str]:
-    if not skipped:
+def _listed(paths: list[str], what: str) -> list[str]:
+    """"3 files not used: a, b, c"; nothing for no path."""
+    if not paths:
         return []
-    names = ", ".join(Path(path).name for path in skipped[:NAMED_SKIPS])
-    more = f" and {len(skipped) - NAMED_SKIPS:,} more" if len(skipped) > NAMED_SKIPS else ""
-    plural = "s" if len(skipped) > 1 else ""
-    return [f"{len(skipped):,} file{plural} not used: {names}{more}"]
+    names = ", ".join(Path(path).name for path in paths[:NAMED_SKIPS])
+    more = f" and {len(paths) - NAMED_SKIPS:,} more" if len(paths) > NAMED_SKIPS else ""
+    return [f"{len(paths):,} file{'s' if len(paths) > 1 else ''} {what}: {names}{more}"]
 
 
 def detect(artefacts: Artefacts, chosen: list[Detector]) -> tuple[list[Finding], list[str], int]:

@@ -50,6 +50,8 @@ def discover(
 
 def _expand(path: str, options: ReadOptions, stdin: BinaryIO | None) -> Iterator[Source | Unreadable]:
     if path == "-":
+        if stdin is None and sys.stdin is None:
+            raise UsageError("-: standard input is closed")
         yield _spooled(stdin or sys.stdin.buffer, STDIN_NAME, options)
         return
     if "\0" in path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 
@@ -34,6 +35,9 @@ def main(argv: list[str] | None = None) -> None:
     if sys.stdout is None or sys.stderr is None:  # closed by the caller: print into nothing
         sys.stdout, sys.stderr = (stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
                                   for stream in (sys.stdout, sys.stderr))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a character that the terminal does not know costs that character
     try:
         status = cli.main(args=argv, prog_name="pdtrain", standalone_mode=False)
     except click.exceptions.Abort:

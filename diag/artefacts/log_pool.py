@@ -90,7 +90,11 @@ def _cores() -> int:
 def work(source: Source, task: Task, catalogue: Catalogue, budget: int) -> Facts:
     """Scan one piece. A piece that begins inside a file starts at the first line that begins in it; the line that
     crosses its start belongs to the piece before."""
-    with source.open() as stream:
+    try:
+        stream = source.open()
+    except OSError as error:
+        return Facts(problem=f"could no longer be opened: {error.strerror or error}")
+    with stream:
         if task.start:
             stream.seek(task.start - 1)
             skipped = len(stream.readline(1 << 26)) - 1

@@ -58,4 +58,5 @@ def size(count: float) -> str:
 
 def plural(count: int, word: str) -> str:
     """ "1 GPU", "3 GPUs"."""
-    return f"{count:,} {word}{'' if count == 1 else 's'}"
+    ending = "" if count == 1 else "es" if word.endswith("s") else "s"
+    return f"{count:,} {word}{ending}"

@@ -163,11 +163,14 @@ def test_a_hole_of_nul_bytes_does_not_hide_a_log(tmp_path: Path) -> None:
     assert report.verdict == "failed" and "KeyError" in report.headline
 
 
-def test_utf_16_is_named_with_the_way_out(tmp_path: Path) -> None:
-    log = tmp_path / "rank_0.log"
-    log.write_bytes("[rank0]: step 1 loss 2.5\n".encode("utf-16"))
-    report = diagnose([log])
-    assert "UTF-16" in report.headline and "iconv" in report.headline
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be-bom"])
+def test_utf_16_is_read_as_text(tmp_path: Path, encoding: str) -> None:
+    text = 'step 1 loss 2.5\nTraceback (most recent call last):\n  File "t.py", line 8, in main\n    f()\nKeyError: 4\n'
+    data = text.encode("utf-16") if encoding == "utf-16" else b"\xfe\xff" + text.encode("utf-16-be")
+    (tmp_path / "rank_3.log").write_bytes(data)
+    report = diagnose([tmp_path])
+    assert report.verdict == "failed" and "KeyError" in report.headline and report.findings[0].where.ranks == [3]
+    assert report.findings[0].evidence[0].line == 5
 
 
 def test_what_the_input_lacks_leads_the_headline(tmp_path: Path) -> None:
