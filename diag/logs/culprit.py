@@ -10,6 +10,15 @@ from diag.logs.view import Item, Place, View
 WAITING = ("watchdog-timeout", "watchdog-down", "gloo-timeout", "gloo-peer-gone", "nccl-remote-gone", "still-waiting",
            "store-broken", "unique-id-timeout", "desync-report", "monitored-barrier", "monitored-barrier-peer",
            "agent-lost-store")
+#: What to do about a rank that is guilty by its silence: nobody knows yet whether it stood still or ran elsewhere.
+SILENT_FIX = (
+    "Look at that rank first: is its process alive (ps -o pid,stat,wchan; T is stopped, D waits for a disk or a "
+    "driver), and where is it (py-spy dump --pid PID)?",
+    "Dead or stuck: its own log, its host's kernel log (dmesg -T: OOM, Xid) and the flight-recorder dumps "
+    "(pdtrain diag hang DUMPS) say why.",
+    "Alive in other code: a branch that only it takes; make the branch the same on all ranks, or decide it by an "
+    "all-reduced flag.",
+)
 #: A line without a mark may continue what a marked line this little above it began.
 NEIGHBOUR_LINES = 3
 

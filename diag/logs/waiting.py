@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from diag.artefacts.log_facts import Progress
-from diag.logs.culprit import stuck
+from diag.logs.culprit import SILENT_FIX, stuck
 from diag.logs.known import pick_evidence, subject_of
 from diag.logs.stacks import diverged, left_early
 from diag.logs.stalled import barrier_finding, horovod_finding
@@ -202,4 +202,5 @@ def gloo_finding(view: View) -> Finding | None:
     return Finding(cause="collective_mismatch" if guilty else "hang_undetermined", severity="fatal",
                    confidence=0.55 if guilty else 0.35, where=Where(ranks=guilty),
                    summary=f"{words}; {len(items)} operation{'s' if len(items) > 1 else ''} waited "
-                           f"{int(items[0].groups['ms']) / 1000:.0f} s", evidence=pick_evidence(items))
+                           f"{int(items[0].groups['ms']) / 1000:.0f} s", evidence=pick_evidence(items),
+                   fix=list(SILENT_FIX) if guilty else [])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from diag.logs.culprit import stuck
+from diag.logs.culprit import SILENT_FIX, stuck
 from diag.logs.known import number_ranges, pick_evidence, subject_of
 from diag.logs.view import Item, View
 from diag.schema import Evidence, Finding, Where
@@ -102,8 +102,10 @@ def timeout_finding(view: View) -> Finding | None:
     finding = Finding(cause="hang_undetermined", severity="fatal", summary="", confidence=0.4,
                       where=Where(group=name, time=first.evidence().time),
                       evidence=pick_evidence([first, *items]), numbers=_numbers(timed))
-    verdict = (_behind(view, waiters) or _other_operation(view, timed) or _silent(view, waiters) or
-               _all_wait(view, timed))
+    verdict = _behind(view, waiters) or _other_operation(view, timed)
+    if verdict is None:
+        verdict = _silent(view, waiters) or _all_wait(view, timed)
+        finding.fix = list(SILENT_FIX) if verdict[1] else []
     cause, guilty, sure, words, proof = verdict
     finding.cause, finding.confidence = cause, sure
     finding.where.ranks = guilty
