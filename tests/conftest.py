@@ -16,6 +16,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run every slow test, not a sample")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ["COLUMNS"] = "100"  # as where there is no terminal; a runner with workers sets its own
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow = [item for item in items if item.get_closest_marker("slow")]
     if not config.getoption("--all") and len(items) != len(slow) and len(slow) > SLOW_SAMPLE:

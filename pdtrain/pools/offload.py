@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 
@@ -36,7 +37,8 @@ def mapped_zeros(folder: Path, rank: int) -> Callable[[tuple[int, ...]], Tensor]
             flat = torch.from_file(str(path), shared=True, size=elements, dtype=torch.float32)
             path.unlink()
         except (OSError, RuntimeError) as error:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
             raise UsageError(f"pools.offload = {str(folder)!r} cannot be used: {error}") from None
         return flat[: prod(shape)].view(shape)
 

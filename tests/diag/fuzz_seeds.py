@@ -11,6 +11,8 @@ import struct
 from functools import cache
 from typing import Any
 
+from diag.probes.comm.records import Link, Probe
+from diag.probes.comm.records import encode as encode_probe
 from diag.probes.host_facts import encode
 from tests.diag.artefacts.test_metric_readers import EVENTS, LINES, framed, wandb_file
 from tests.diag.artefacts.test_saved_outputs import TABLE, port, query, ras, table, topo
@@ -106,6 +108,9 @@ def seeds() -> dict[str, tuple[str, bytes]]:
         "snapshot.pickle": ("memory-snapshot", pickled(training(2, layers=1).snapshot())),
         "memory_rank_0.json": ("module-memory", json.dumps(modules).encode()),
         "error.json": ("torchelastic-error", json.dumps(exception).encode()),
+        "probe.json": ("comm-probe", encode_probe(Probe(
+            world=2, hosts=["n1", "n2"], backend="gloo", mode="quick", rounds=2,
+            links=[Link(src=0, dst=1, bytes_per_second=9e9), Link(src=1, dst=0, bytes_per_second=9e9)]))),
         "host_n1.json": ("host-facts", encode(host())),
         "model.safetensors": ("expert-weights", _safetensors()),
         "smi_q.txt": ("nvidia-smi", query(2, volatile="1").encode()),
