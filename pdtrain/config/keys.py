@@ -55,6 +55,7 @@ def _bare(kind: inspect.Type) -> tuple[inspect.Type, str]:
 
 def _limits(kind: inspect.IntType | inspect.FloatType, noun: str) -> str:
     low, high = kind.ge if kind.ge is not None else kind.gt, kind.le if kind.le is not None else kind.lt
+    low, high = (int(end) if isinstance(end, float) and end.is_integer() else end for end in (low, high))
     if kind.ge is not None and kind.le is not None:
         return f"{noun} from {low} to {high}"
     parts = []
