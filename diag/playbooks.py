@@ -64,6 +64,7 @@ def parse(name: str, text: str) -> Playbook:
     _, front, prose = text.split("---\n", 2) if text.startswith("---\n") else ("", "", text)
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
+        # Our own pages; and the safe loader, in C where it is built, makes plain data only.
         fields = yaml.load(front, Loader=loader)  # noqa: S506 - both are safe loaders
         page = msgspec.convert({**(fields or {}), "prose": prose.strip()}, Playbook)
     except (ValueError, yaml.YAMLError) as error:

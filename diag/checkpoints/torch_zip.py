@@ -98,6 +98,7 @@ def open_archive(folder: Folder, container: Container) -> Archive:
     if order is not None and bytes(data[order.begin : order.begin + order.size]) != b"little":
         raise ArtefactError(f"{container.file}: is of a big-endian machine, which is not read here")
     try:
+        # Safe on a stranger's file: our own loader over the restricted unpickler, not torch's or pickle's.
         value, foreign = torch_pickle.load(bytes(data[pickled.begin : pickled.begin + pickled.size]))
     except ArtefactError as error:
         raise ArtefactError(f"{container.file}: its data.pkl {error}") from None

@@ -44,10 +44,10 @@ def culprit_by_elimination(view: View, place: Place) -> set[int]:
         rank = view.identity.rank_from_local(int(failed.pop()[0]), None)
         if rank is not None:
             return {rank}
-    tasks = view.of("srun-task")
-    if len(tasks) > 1 and tasks[0].groups["what"].startswith("Exited with exit code") and not view.blocks and \
-            not view.of("agent-failed") and tasks[0].groups["tasks"].isdigit():
-        return {int(tasks[0].groups["tasks"])}  # srun starts the ranks itself, and this one ended first
+    task = first_task(view)
+    if task is not None and len(view.of("srun-task")) > 1 and task.groups["tasks"].isdigit() and not view.blocks and \
+            not view.of("agent-failed"):
+        return {int(task.groups["tasks"])}  # srun starts the ranks itself, and this one ended first
     behind = device_behind(view)
     if behind is not None and view.identity.one_host():
         return {behind}
@@ -55,6 +55,12 @@ def culprit_by_elimination(view: View, place: Place) -> set[int]:
     if view.world and len(waiting) == view.world - 1:
         return set(range(view.world)) - waiting
     return set()
+
+
+def first_task(view: View) -> Item | None:
+    """The line on the task that srun saw end by itself before any other; srun ends the others then."""
+    items = view.of("srun-task")
+    return items[0] if items and items[0].groups["what"].startswith("Exited with exit code") else None
 
 
 def stuck(view: View) -> set[int]:
@@ -72,9 +78,7 @@ def killed_by_launcher(view: View) -> bool:
     pids = {int(i.groups["pid"]) for i in view.of("forced-exit")}
     killed = {block.pid for _, block in view.blocks if block.code in (-9, 137)}
     killed |= {int(i.groups["pid"]) for i in view.of("agent-failed") if i.groups["code"] in ("-9", "137")}
-    tasks = view.of("srun-task")
-    if tasks and not killed and tasks[0].groups["what"].startswith("Exited with exit code") and \
-            not view.of("slurm-oom", "kernel-oom"):
+    if first_task(view) is not None and not killed and not view.of("slurm-oom", "kernel-oom"):
         return True  # srun ends the other tasks of a step when one has failed
     return bool(pids) and killed <= pids
 

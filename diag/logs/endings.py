@@ -8,6 +8,7 @@ from statistics import median
 
 from diag.artefacts.log_facts import Progress
 from diag.identity import expand_tasks
+from diag.logs.culprit import first_task
 from diag.logs.known import pick_evidence, subject_of
 from diag.logs.view import Item, Place, View, evidence
 from diag.schema import Evidence, Finding, Where
@@ -85,7 +86,9 @@ def attach_exits(view: View, finding: Finding) -> None:
         finding.where.ranks = sorted(named[0])
     elif named and not same:
         finding.where.ranks = []  # another rank each time: it is the host, not the rank
-    hosts = {e.host for e in fitting if e.host} or only_failed_host(view)
+    hosts = {e.host for e in fitting if e.host}
+    if not hosts and (task := first_task(view)) is not None:
+        hosts = {task.groups["host"]}
     finding.where.hosts = sorted({*finding.where.hosts, *hosts}) or finding.where.hosts
     who = subject_of(finding.where.ranks, finding.where.hosts)
     if who and not finding.summary.startswith(who):
@@ -93,19 +96,6 @@ def attach_exits(view: View, finding: Finding) -> None:
     if not same:
         finding.summary += " (another rank at each attempt)"
         finding.numbers["ranks_by_attempt"] = [sorted(r) for r in named]
-
-
-def first_failed_tasks(view: View) -> list[Exit]:
-    """The tasks that srun reports before it ends the others, where they ended by themselves."""
-    items = view.of("srun-task")
-    if not items or not items[0].groups["what"].startswith("Exited with exit code"):
-        return []
-    return [end for end in exits(view) if end.item is items[0]]
-
-
-def only_failed_host(view: View) -> set[str]:
-    """The one host on which a task of srun ended by itself."""
-    return {item.groups["host"] for item in view.of("srun-task")[:1] if first_failed_tasks(view)}
 
 
 def silent_failure(view: View) -> Finding | None:

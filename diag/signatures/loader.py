@@ -60,6 +60,7 @@ def _entries(path: Path) -> list[object]:
         if path.stat().st_size > MAX_BYTES:
             raise UsageError(f"{path}: is larger than {MAX_BYTES >> 20} MiB; not a signature file")
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        # A user's file: the safe loader, in C where it is built, makes plain data only.
         data = yaml.load(path.read_text("utf-8"), Loader=loader)  # noqa: S506 - a safe loader either way
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None

@@ -131,6 +131,7 @@ def edit_dcp(path: Path, edit: Callable[[Any], None]) -> None:
         filesystem._StorageInfo)}
     table[("torch", "Size")] = torch.Size
     table[("torch.serialization", "_get_layout")] = torch.serialization._get_layout
+    # Safe on a stranger's file: `table` makes DCP's plain records and looks up layouts; all else is an inert stand-in.
     value = restricted_pickle.load(path.read_bytes(), allow=Inert(table))
     if not isinstance(value, metadata.Metadata):
         raise UsageError(f"{path}: is no DCP metadata")
