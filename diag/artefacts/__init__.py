@@ -35,7 +35,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What the user's options say to every reader."""
+    """What every reader is told: the user's options, and what is to be done beside the reading."""
 
     signatures: Path | None = None
     #: of console logs every number with a step is wanted, and nothing else
