@@ -48,6 +48,7 @@ CHECKS = (
     Check("loader state", training.loader),
     Check("not constant", values.buffers, reads=True),
     Check("finite", values.finite, reads=True),
+    Check("holds tensors", structure.holds),
 )
 
 

@@ -102,6 +102,15 @@ def headers(checkpoint: Checkpoint, _: Options, problems: list[Problem]) -> str:
     return plural(count, "header")
 
 
+def holds(checkpoint: Checkpoint, _: Options, problems: list[Problem]) -> str:
+    """Something to train from: a sound archive of anything else is no checkpoint."""
+    if not checkpoint.tensors and not checkpoint.problems:
+        what = ", ".join(sorted(checkpoint.files)[:3]) or "the checkpoint"
+        problems.append(Problem("holds tensors", f"{what}: sound, but without any tensor: no model",
+                                cause="ckpt_incomplete", severity="warning"))
+    return plural(len(checkpoint.tensors), "tensor")
+
+
 def ranks(checkpoint: Checkpoint, _: Options, problems: list[Problem]) -> str:
     """What several ranks' files say about the run agrees."""
     if checkpoint.format not in ("deepspeed", "megatron_legacy"):

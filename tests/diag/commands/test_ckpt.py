@@ -255,3 +255,10 @@ def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(tmp_path: Pat
     command = [sys.executable, "-c", "from pdtrain.cli import main; main()", "diag", "ckpt", "verify", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode in (1, 2) and shard.name in done.stdout + done.stderr
+
+
+def test_a_sound_archive_of_something_else_is_no_checkpoint(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save("hello", tmp_path / "greeting.pt")
+    status, out, _ = ckpt(capsys, "verify", tmp_path / "greeting.pt")
+    assert status == 1 and "without any tensor" in out and "HEALTHY" not in out
