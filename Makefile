@@ -12,10 +12,10 @@ demo: $(READY)  ## train a small MoE on two processes, then diagnose the run it 
 	$(BIN)/pdtrain demo
 
 test: $(READY) lint  ## lint, types and the test suite (with a seeded sample of the long tests)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 acceptance: $(READY) lint  ## every test, the long ones included, and labelled cases where CASES has them
-	$(BIN)/python -m pytest -n 2 --dist loadfile --all
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --all
 	if test -f $(CASES)/score.py; then PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python $(CASES)/score.py; fi
 
 lint: $(READY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 
 import pytest
 
@@ -18,6 +19,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["COLUMNS"] = "100"  # as where there is no terminal; a runner with workers sets its own
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: children must hear Ctrl-C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
