@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,9 +40,13 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 def launch(
-    arguments: Sequence[str], *, processes: int, run_dir: Path, threads: int = 1, flight_recorder_entries: int = 2000
+    arguments: Sequence[str], *, processes: int, run_dir: Path, threads: int = 1, flight_recorder_entries: int = 2000,
+    again: Callable[[int], Sequence[str] | None] = lambda status: None,
 ) -> int:
     """Run `python ARGUMENTS` as `processes` ranks on this machine and wait for them.
+
+    `again` is asked after every end that no signal caused, with the job's exit status: the arguments with which as many
+    ranks are to be started once more (pools that regroup), or None.
 
     Returns the exit status of the job: 0, or that of the rank that failed first (128 + n for signal n), or 130 when it
     was interrupted and all ranks ended well.
@@ -50,15 +54,27 @@ def launch(
     Raises:
         UsageError: the log directory cannot be made.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     logs = run_dir / "logs"
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"cannot write to {run_dir}: {error.strerror}") from None
+    with _environment(run_dir, threads, flight_recorder_entries), _agent_log(logs / "launcher.log") as log:
+        with _forwarding() as received:
+            following: Sequence[str] | None = arguments
+            status = 0
+            while following is not None and not received:
+                status = _once(following, processes, run_dir, log)
+                following = None if received else again(status)
+        return INTERRUPTED if status == 0 and signal.SIGINT in received else status
+
+
+def _once(arguments: Sequence[str], processes: int, run_dir: Path, log: logging.Logger) -> int:
+    """One start of the job; its exit status, explained where it failed."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -72,24 +88,22 @@ def launch(
         start_method="spawn",
         # Rank 0 keeps the terminal, so that its progress line stays alive.
         logs_specs=DefaultLogsSpecs(
-            log_dir=str(logs / "torchrun"), redirects=dict.fromkeys(range(1, processes), Std.ALL)
+            log_dir=str(run_dir / "logs" / "torchrun"), redirects=dict.fromkeys(range(1, processes), Std.ALL)
         ),
         signals_to_handle="SIGQUIT",  # the others are ours
         shutdown_timeout=GRACE_SECONDS,
     )
-    with _environment(run_dir, threads, flight_recorder_entries), _agent_log(logs / "launcher.log") as log:
-        log.warning("pdtrain starts %d rank%s", processes, "s" if processes > 1 else "")
-        with _forwarding() as received:
-            try:
-                elastic_launch(config, sys.executable)(*arguments)
-            except json.JSONDecodeError:  # a rank died while its error.json could not be written: a full disk
-                log.error("a rank failed and left a damaged error.json")
-                print(f"pdtrain: a rank failed; is the disk of {run_dir} full?", file=sys.stderr)
-                return 1
-            except ChildFailedError as failure:
-                log.error("%s", failure)
-                return _explain(failure, run_dir)
-        return INTERRUPTED if signal.SIGINT in received else 0
+    log.warning("pdtrain starts %d rank%s", processes, "s" if processes > 1 else "")
+    try:
+        elastic_launch(config, sys.executable)(*arguments)
+    except json.JSONDecodeError:  # a rank died while its error.json could not be written: a full disk
+        log.error("a rank failed and left a damaged error.json")
+        print(f"pdtrain: a rank failed; is the disk of {run_dir} full?", file=sys.stderr)
+        return 1
+    except ChildFailedError as failure:
+        log.error("%s", failure)
+        return _explain(failure, run_dir)
+    return 0
 
 
 def _explain(failure: Any, run_dir: Path) -> int:

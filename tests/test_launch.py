@@ -50,6 +50,19 @@ def test_first_failure_decides_status_and_words(end: str, status: int, words: st
     assert "Root Cause (first observed failure)" in (tmp_path / "logs" / "launcher.log").read_text()
 
 
+def test_a_job_is_started_again_for_as_long_as_it_is_asked(tmp_path: Path, capfd):
+    """Pools that regroup: the next arguments follow from the status; each start has a log folder of its own."""
+    following, seen = iter([["-c", "import sys; sys.exit(3)"], None]), []
+
+    def again(status: int) -> list[str] | None:
+        seen.append(status)
+        return next(following)
+
+    assert launch(["-c", "print('first')"], processes=1, run_dir=tmp_path, again=again) == 3
+    assert seen == [0, 3] and capfd.readouterr().out == "first\n"
+    assert len(list((tmp_path / "logs" / "torchrun").iterdir())) == 2
+
+
 def test_usage_error_of_rank_0_is_said_once(tmp_path: Path, capfd):
     code = "import os, sys; print('pdtrain: one line', file=sys.stderr); sys.exit(2)"
     assert launch(["-c", code], processes=1, run_dir=tmp_path) == 2
