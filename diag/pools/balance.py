@@ -9,7 +9,7 @@ from typing import Any
 from diag.pools.gather import COMPUTE, UPDATE, Job, Member
 from diag.pools.legal import Limits, command, command_without
 from diag.pools.members import GROUP, share_of_state
-from diag.pools.ratio import BALANCED_POINTS, WORTH, Choice, Split, choose, predicted, splits, unseparated
+from diag.pools.ratio import BALANCED_POINTS, WORTH, Choice, Split, choose, predicted, splits, unseparated, without
 from diag.report.model import rank_list
 from diag.schema import Evidence, Finding, Where
 from diag.steps.ranks import EVERYTHING, Slow
@@ -41,15 +41,13 @@ def choice_of(job: Job, split: Split, slow_compute: Sequence[Slow], slow_update:
 
 
 def _without(job: Job, split: Split, slow_compute: Sequence[Slow], slow_update: Sequence[Slow]) -> Split:
-    """The split as it would be if the slow ranks were like the others: a ratio must not make up for a broken rank."""
-    slow = {item.rank for item in slow_update}
-    update = [m.busy for m in job.measured(UPDATE) if m.rank not in slow and m.busy is not None]
-    ours = split.compute_seconds - max((item.excess for item in slow_compute), default=0.0)
-    theirs = mean(update) if update else split.update_seconds
+    """The split as it would be if the slow ranks were like the others."""
     if not slow_compute and not slow_update:
         return split
-    saved = (split.compute_seconds - ours) + max(split.update_seconds - theirs, 0.0)
-    return Split(split.compute, split.update, max(ours, 1e-9), theirs, max(split.step_seconds - saved, ours, theirs))
+    slow = {item.rank for item in slow_update}
+    update = [m.busy for m in job.measured(UPDATE) if m.rank not in slow and m.busy is not None]
+    excess = max((item.excess for item in slow_compute), default=0.0)
+    return without(split, excess, mean(update) if update else split.update_seconds)
 
 
 def _weights_late(job: Job, step: float, slow: Sequence[Slow], choice: Choice) -> Finding | None:

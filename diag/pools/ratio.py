@@ -101,6 +101,18 @@ def predicted(now: Split, compute: int, update: int) -> Split:
     return Split(compute, update, ours, theirs, max(step, ours, theirs))
 
 
+def without(now: Split, excess: float, update_seconds: float) -> Split:
+    """`now` as if its slow ranks were like the others: a ratio must not make up for a broken rank.
+
+    `excess`: seconds by which the slowest compute rank holds up each step; `update_seconds`: of the update ranks that
+    are not slow.
+    """
+    ours = now.compute_seconds - excess
+    saved = excess + max(now.update_seconds - update_seconds, 0.0)
+    return Split(now.compute, now.update, max(ours, 1e-9), update_seconds,
+                 max(now.step_seconds - saved, ours, update_seconds))
+
+
 def splits(now: Split, legal: Callable[[int, int], bool], ranks: int | None = None) -> Iterator[Split]:
     """Every legal split of `ranks` (default: as many as now), predicted; the present one as it was measured."""
     total = now.ranks if ranks is None else ranks
