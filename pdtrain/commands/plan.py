@@ -220,8 +220,12 @@ def exact(**given: Any) -> int:
     if importlib.util.find_spec("torch") is None:
         raise MissingExtra("pdtrain plan exact", "train", "torch")
     from pdtrain.plan import exact as counting
+    from pdtrain.plan.extras import extras_of, plain
+    from pdtrain.plan.setup import Setup
 
-    found = counting.exact(asked.setup())
+    if left := extras_of(asked.run.model).named():
+        print(f"pdtrain: warning: built without what pdtrain's model has not: {', '.join(left)}", file=sys.stderr)
+    found = counting.exact(Setup(plain(asked.run), asked.options))
     if asked.as_json:
         click.echo(json.dumps({"schema": "pdtrain.exact/1", "agrees": found.agrees} | asdict(found)))
     else:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pdtrain.config.schema import Model
+from pdtrain.plan.hardware import Device
 from pdtrain.plan.setup import Recompute, Setup, Stage
 
 Inventory = Literal["pdtrain", "fused"]
-Device = Literal["gpu", "cpu"]
 FP32 = 4
 INDEX = 8  # bytes of an int64 index
 

@@ -64,7 +64,7 @@ def estimate(setup: Setup, hardware: Hardware, memory_bytes: float | None = None
              **failure: float) -> Estimate:  # fmt: skip
     """Plan one layout. tokens: the budget (absent: train.steps of the configuration); failure: see `overhead`."""
     parameters = count(setup.run.model)
-    mean, worst = memory.peak(setup)
+    mean, worst = memory.peak(setup, device=hardware.kind)
     times, traffic = timing.times(setup, hardware)
     wanted = tokens or float(setup.run.train.steps * setup.tokens_per_step)
     nodes = max(1, -(-setup.ranks // hardware.devices_per_node))

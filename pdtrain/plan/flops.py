@@ -9,6 +9,7 @@ length 4096 is 250.45 GFLOP/token (tests/plan).
 from __future__ import annotations
 
 from pdtrain.config.schema import Model
+from pdtrain.plan.extras import plain_model
 from pdtrain.plan.parameters import count
 
 CONVENTION = "causal attention, model FLOP only (no recomputation), embedding lookup excluded, head included"
@@ -29,7 +30,7 @@ NON_CAUSAL = "full attention scores (as torchtitan and PaLM report), otherwise t
 
 def per_token(model: Model, sequence_length: int, *, causal: bool = True) -> float:
     """FLOP per trained token, forward and backward; not `causal`: attention scores counted in full."""
-    parameters = count(model)
+    parameters = count(plain_model(model))  # biases and gains are no products
     bias = parameters.routing_bias
     norms = parameters.rows["norm"].activated
     matrices = parameters.activated - norms - (bias if parameters.rows["router"].activated else 0)

@@ -10,11 +10,12 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from diag.errors import UsageError
 from pdtrain.plan.files import read_regular
 
+Device = Literal["gpu", "cpu"]
 DEFAULT = "h100-sxm"
 #: Largest probe file that is read.
 PROBE_LIMIT_BYTES = 64 << 20
@@ -33,7 +34,8 @@ class Hardware:
     latency: seconds that starting one collective costs. block_overhead: seconds of the host per block and micro-batch,
     forward and backward, that no device work hides; step_overhead: the same per optimizer step. The catalogue takes the
     latter two as 0: a GPU that is busy hides them. runtime_bytes: what the context, NCCL's buffers and the allocator
-    take beside tensors, 2 to 4 GB on NVIDIA GPUs (field value); nothing on CPUs.
+    take beside tensors, 2 to 4 GB on NVIDIA GPUs (field value); nothing on CPUs. kind: modules keep other tensors on a
+    CPU, which has fewer fused kernels.
     """
 
     key: str
@@ -54,6 +56,7 @@ class Hardware:
     block_overhead: float = 0.0
     step_overhead: float = 0.0
     runtime_bytes: float = 3e9
+    kind: Device = "gpu"
 
     def peak(self, dtype: str) -> float:
         """Dense peak of a compute dtype."""
@@ -118,6 +121,10 @@ def read_hardware(path: Path) -> Hardware:
             continue
         if name in ("name", "source", "date"):
             values[name] = str(value or "")
+        elif name == "kind":
+            if value not in get_args(Device):
+                raise UsageError(f"{where}: kind = {value!r} is neither {' nor '.join(get_args(Device))}")
+            values[name] = value
         elif name == "flops":
             found = {k: _positive(v) for k, v in value.items()} if isinstance(value, dict) else {}
             if set(found) != {"bf16", "fp32"} or not all(found.values()):

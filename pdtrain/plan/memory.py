@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdtrain.plan import activations, states, walk
-from pdtrain.plan.activations import Device
+from pdtrain.plan.hardware import Device
 from pdtrain.plan.setup import Setup, Stage, in_flight, stages
 
 #: Budget rule: plan for at most this share of a device's memory in theory; the watermark includes peaks.

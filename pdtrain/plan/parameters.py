@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pdtrain.config.schema import MODULES, Model
+from pdtrain.plan.extras import attention_entries, expert_entries, extras_of
 
 ACTIVATED_CONVENTION = "per token: top-k routed and all shared experts, head included, embedding lookup excluded"
 
@@ -67,19 +68,22 @@ def count(model: Model) -> Parameters:
     moe, hidden = model.moe, model.hidden
     moe_layers = model.layers - model.dense_layers
     expert = 3 * hidden * moe.expert_hidden  # SwiGLU: gate, up, down
+    extras = extras_of(model)
+    attention_extra, norm_extra = attention_entries(model)
+    routed = expert + expert_entries(model)
     bias = moe_layers * moe.experts if moe.bias_update_speed > 0 else 0
     matrix = model.vocab_size * hidden
     weights = {
-        "attention": model.layers * _attention(model),
-        "experts": moe_layers * moe.experts * expert,
-        "shared_expert": moe_layers * moe.shared_experts * expert,
-        "router": moe_layers * hidden * moe.experts,
+        "attention": model.layers * (_attention(model) + attention_extra),
+        "experts": moe_layers * moe.experts * routed,
+        "shared_expert": moe_layers * (moe.shared_experts * expert + hidden * extras.shared_gate),
+        "router": moe_layers * (hidden + extras.router_bias) * moe.experts,
         "dense_ffn": model.dense_layers * 3 * hidden * model.ffn_hidden,
-        "norm": model.layers * (2 * hidden + _latent_norms(model)) + hidden,
+        "norm": model.layers * (2 * hidden + _latent_norms(model) + norm_extra) + hidden,
         "embed_head": matrix if model.tie_embeddings else 2 * matrix,
     }
     activated = weights | {
-        "experts": moe_layers * moe.top_k * expert,
+        "experts": moe_layers * moe.top_k * routed,
         "router": weights["router"] + bias,
         "embed_head": matrix,
     }

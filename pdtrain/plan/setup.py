@@ -11,6 +11,7 @@ from typing import Literal
 from diag.errors import UsageError
 from pdtrain.config.resolved import TENSOR_ROWS
 from pdtrain.config.schema import Run
+from pdtrain.plan.extras import extras_of
 
 Sharding = Literal["none", "zero1", "zero2", "zero3"]
 #: selective: core attention (nothing with flash attention); op: every second matrix product and all that is no product
@@ -223,7 +224,7 @@ class Setup:
             found.append("weights kept in BF16 beside an FP32 master copy")
         if self.run.pools.update_ranks:
             found.append("phase separation")
-        return list(dict.fromkeys(found))
+        return [*dict.fromkeys(found), *extras_of(self.run.model).named()]
 
 
 def layout_text(setup: Setup) -> str:

@@ -15,6 +15,7 @@ from pdtrain.config.mistakes import divisors
 from pdtrain.config.resolved import fill
 from pdtrain.config.rules import check, refusals
 from pdtrain.config.schema import Run
+from pdtrain.plan.extras import extras_of, plain
 from pdtrain.plan.parameters import count
 
 #: Targets of the stand-in: what is larger comes down to these.
@@ -25,6 +26,7 @@ NODE = 8
 
 def shrink(run: Run, devices: int = NODE) -> Run:
     """`run` as a small model on one node of `devices`, trainable today."""
+    run = plain(run)
     small = msgspec.structs.replace(run, model=_model(run))
     tensor = 2 if run.modules.attention.tensor > 1 or devices >= 4 else 1
     tensor = max(d for d in divisors(devices) if d <= tensor and small.model.heads % d == 0
@@ -102,6 +104,8 @@ def comment(run: Run, small: Run, name: str) -> Iterator[str]:
         f"# {small.parallel.ranks} ranks: TP{small.modules.attention.tensor}, EP{small.modules.experts.expert}; "
         "proves data and state sharding, and checkpoints across layouts"
     )
+    if left := extras_of(before).named():
+        yield f"# left out, this trainer's model has none: {', '.join(left)}"
     if run.parallel.pipeline > 1:
         yield "# pipeline stages are left out: planned today, not trained"
     for mistake in [*check(small), *refusals(small)]:

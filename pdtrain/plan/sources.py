@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -16,12 +15,12 @@ import tomli_w
 from diag.errors import UsageError
 from pdtrain.config.load import Loaded, parse_run, presets, read_run
 from pdtrain.config.mistakes import show
+from pdtrain.plan.extras import Extras, with_extras
 from pdtrain.plan.files import read_regular
+from pdtrain.plan.hugging_face import Keys, from_hugging_face, ungated
 
 #: Largest file that is read as a configuration.
 LIMIT_BYTES = 4 << 20
-#: Of a number in a foreign configuration: what is more is a mistake, not a model.
-LARGEST = 1 << 40
 #: As parallel.ranks.
 MOST_DEVICES = 1 << 20
 
@@ -46,9 +45,10 @@ def read_source(
     foreign = _foreign(path, text)
     if foreign is None:
         return read_run(path, overrides=overrides, world=gpus)
-    tables, warnings = foreign
+    tables, extras, warnings = foreign
     loaded = parse_run(tomli_w.dumps(tables), str(path), path.stem, overrides=overrides, world=gpus)
-    return Loaded(loaded.run, loaded.name, (*warnings, *loaded.warnings))
+    run = msgspec.structs.replace(loaded.run, model=with_extras(loaded.run.model, extras))
+    return Loaded(run, loaded.name, (*warnings, *loaded.warnings))
 
 
 def _freed(loaded: Loaded, gpus: int) -> Loaded:
@@ -70,100 +70,24 @@ def _text(path: Path) -> str:
         return ""  # read_run offers the preset of that name
 
 
-def _foreign(path: Path, text: str) -> tuple[dict[str, Any], list[str]] | None:
-    """TOML tables and warnings for a file that is not a run's TOML; None: it is."""
-    if text.lstrip().startswith("{"):
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path}: not valid JSON: {error}") from None
-        if not isinstance(data, dict):
-            raise UsageError(f"{path}: not a JSON object")
-        return from_hugging_face(data, str(path))
+def _json(path: Path, text: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        problem = f"not valid JSON: {error}" if text.strip() else "an empty file"
+        raise UsageError(f"{path}: {problem}") from None
+    if not isinstance(data, dict):
+        raise UsageError(f"{path}: not a JSON object")
+    return data
+
+
+def _foreign(path: Path, text: str) -> tuple[dict[str, Any], Extras, list[str]] | None:
+    """TOML tables, what they cannot say, and warnings, for a file that is not a run's TOML; None: it is."""
+    if text.lstrip().startswith("{") or (path.suffix == ".json" and path.exists()):
+        return from_hugging_face(_json(path, text), str(path))
     if re.search(r"--(num-layers|hidden-size)\b", text):
         return from_megatron(_arguments(text, str(path)), str(path))
     return None
-
-
-class _Keys:
-    """Typed access to a foreign configuration: one clear line for what is missing or of the wrong kind."""
-
-    def __init__(self, data: dict[str, Any], where: str) -> None:
-        self.data, self.where = data, where
-
-    def whole(self, *names: str, default: int | None = None) -> int:
-        for name in names:
-            value = self.data.get(name)
-            if value is None:
-                continue
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 <= value < math.inf or value != int(value):
-                raise UsageError(f"{self.where}: {name} = {show(value)} is no whole number")
-            if value > LARGEST:
-                raise UsageError(f"{self.where}: {name} = {show(value)} is larger than any model; at most {LARGEST:,}")
-            return int(value)
-        if default is None:
-            raise UsageError(f"{self.where}: has no {' or '.join(names)}")
-        return default
-
-
-def from_hugging_face(data: dict[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
-    """Tables of a run for a decoder's config.json: Llama, Qwen, Mixtral, Qwen-MoE, DeepSeek and what is named alike."""
-    for inner in ("text_config", "language_config"):
-        if isinstance(data.get(inner), dict):
-            data = data[inner]
-    keys, warnings = _Keys(data, where), []
-    hidden, layers, heads = (
-        keys.whole("hidden_size", "n_embd"),
-        keys.whole("num_hidden_layers", "n_layer"),
-        keys.whole("num_attention_heads", "n_head"),
-    )
-    if not heads or not layers:
-        raise UsageError(f"{where}: {layers} layers of {heads} heads make no model")
-    ffn = keys.whole("intermediate_size", "n_inner", default=4 * hidden)
-    kind = str(data.get("model_type", ""))
-    model: dict[str, Any] = {
-        "vocab_size": keys.whole("vocab_size"), "hidden": hidden, "layers": layers, "heads": heads,
-        "kv_heads": keys.whole("num_key_value_heads", default=heads) or heads,
-        "head_dim": keys.whole("head_dim", default=hidden // heads) or hidden // heads,
-        "ffn_hidden": ffn, "tie_embeddings": bool(data.get("tie_word_embeddings", False)), "dense_layers": layers,
-    }  # fmt: skip
-    experts = keys.whole("n_routed_experts", "num_local_experts", "num_experts", default=0)
-    if experts:
-        expert_hidden = keys.whole("moe_intermediate_size", default=ffn)
-        shared = keys.whole("n_shared_experts", default=0)
-        wide = keys.whole("shared_expert_intermediate_size", default=0)
-        if wide and not shared and expert_hidden:
-            shared = max(1, round(wide / expert_hidden))
-            if shared * expert_hidden != wide:
-                warnings.append(f"{where}: shared expert of {wide} taken as {shared} x {expert_hidden}")
-        model["dense_layers"] = keys.whole("first_k_dense_replace", default=0)
-        model["moe"] = {
-            "experts": experts, "top_k": keys.whole("num_experts_per_tok", "num_experts_per_token", default=2),
-            "expert_hidden": expert_hidden, "shared_experts": shared,
-            "groups": keys.whole("n_group", default=1) or 1, "top_groups": keys.whole("topk_group", default=1) or 1,
-        }  # fmt: skip
-        if data.get("topk_method") == "noaux_tc":
-            model["moe"] |= {"score": "sigmoid", "bias_update_speed": 0.001, "aux_loss": 1e-4}
-        every = keys.whole("moe_layer_freq", "decoder_sparse_step", default=1)
-        if every > 1:
-            warnings.append(f"{where}: a MoE layer every {every} blocks; planned as if every block had one")
-    if data.get("kv_lora_rank"):
-        model["attention"] = "mla"
-        model["mla"] = {
-            "q_lora_rank": keys.whole("q_lora_rank", default=0), "kv_lora_rank": keys.whole("kv_lora_rank"),
-            "qk_nope_head_dim": keys.whole("qk_nope_head_dim"), "qk_rope_head_dim": keys.whole("qk_rope_head_dim"),
-            "v_head_dim": keys.whole("v_head_dim"),
-        }  # fmt: skip
-    if kind in ("gpt2", "gpt_neox", "bloom", "falcon", "opt", "mpt"):
-        model["ffn_hidden"] = max(1, round(ffn * 2 / 3))
-        warnings.append(_ungated(where, kind, ffn))
-    train = {"sequence_length": 4096, "micro_batch": 1}
-    return {"model": model, "precision": {"all": "bf16"}, "train": train}, warnings
-
-
-def _ungated(where: str, what: str, ffn: int) -> str:
-    return f"{where}: {what} has an ungated FFN of {ffn}; planned as a gated one of {round(ffn * 2 / 3)}"
 
 
 def _arguments(text: str, where: str) -> dict[str, Any]:
@@ -200,15 +124,15 @@ def _number(text: str) -> Any:
             return text
 
 
-def from_megatron(arguments: dict[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
-    """Tables of a run for Megatron-LM's arguments: model, degrees, batch, recomputation."""
-    keys, warnings = _Keys(arguments, where), []
+def from_megatron(arguments: dict[str, Any], where: str) -> tuple[dict[str, Any], Extras, list[str]]:
+    """Tables of a run for Megatron-LM's arguments: model, degrees, batch; what its blocks have beside; warnings."""
+    keys, warnings = Keys(arguments, where), []
     hidden, heads, layers = keys.whole("hidden_size"), keys.whole("num_attention_heads"), keys.whole("num_layers")
     if not heads:
         raise UsageError(f"{where}: --num-attention-heads 0 makes no model")
     ffn = keys.whole("ffn_hidden_size", default=4 * hidden)
     if "swiglu" not in arguments:
-        warnings.append(_ungated(where, "a model without --swiglu", ffn))
+        warnings.append(ungated(where, "a model without --swiglu", ffn))
         ffn = round(ffn * 2 / 3)
     model: dict[str, Any] = {
         "vocab_size": keys.whole("padded_vocab_size", "vocab_size", default=128_256), "hidden": hidden,
@@ -261,4 +185,9 @@ def from_megatron(arguments: dict[str, Any], where: str) -> tuple[dict[str, Any]
         "parallel": {"ranks": ranks, "pipeline": pipeline, "fsdp": "use_distributed_optimizer" in arguments},
         "modules": {"attention": {"tensor": tensor}, "experts": {"expert": expert}},
     }  # fmt: skip
-    return tables, warnings
+    bias = "disable_bias_linear" not in arguments
+    extras = Extras(
+        qk_norm="head" if "qk_layernorm" in arguments and "multi_latent_attention" not in arguments else "none",
+        qkv_bias=bias or "add_qkv_bias" in arguments, out_bias=bias,
+    )  # fmt: skip
+    return tables, extras, warnings

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pdtrain.config.schema import MODULES, Model
+from pdtrain.plan.extras import extras_of, indexer
 from pdtrain.plan.setup import Setup, Stage, stages
 
 
@@ -34,10 +35,12 @@ def block_tensors(model: Model, *, dense: bool) -> list[Tensor]:
 def _attention(model: Model) -> Iterator[Tensor]:
     h, n = model.hidden, model.heads
     if model.attention == "gqa":
-        yield Tensor("attention", (n * model.head_dim, h), 0)
-        yield Tensor("attention", (model.kv_heads * model.head_dim, h), 0)
-        yield Tensor("attention", (model.kv_heads * model.head_dim, h), 0)
-        yield Tensor("attention", (h, n * model.head_dim), 1)
+        queries, keys = n * model.head_dim, model.kv_heads * model.head_dim
+        yield Tensor("attention", (queries, h), 0)
+        yield Tensor("attention", (keys, h), 0)
+        yield Tensor("attention", (keys, h), 0)
+        yield Tensor("attention", (h, queries), 1)
+        yield from _attention_extras(model, queries, keys)
         return
     mla = model.mla
     q = n * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
@@ -51,6 +54,22 @@ def _attention(model: Model) -> Iterator[Tensor]:
     yield Tensor("norm", (mla.kv_lora_rank,))
     yield Tensor("attention", (n * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank), 0)
     yield Tensor("attention", (h, n * mla.v_head_dim), 1)
+    if extras_of(model).index_heads:
+        yield from (Tensor("attention", shape) for shape in indexer(model))
+        yield from [Tensor("norm", (extras_of(model).index_dim,))] * 2
+
+
+def _attention_extras(model: Model, queries: int, keys: int) -> Iterator[Tensor]:
+    extras = extras_of(model)
+    if extras.qkv_bias:
+        yield from (Tensor("attention", (size,), 0) for size in (queries, keys, keys))
+    if extras.out_bias:
+        yield Tensor("attention", (model.hidden,))
+    if extras.sinks:
+        yield Tensor("attention", (model.heads,), 0)
+    if extras.qk_norm != "none":
+        full = extras.qk_norm == "full"
+        yield from (Tensor("norm", (size if full else model.head_dim,)) for size in (queries, keys))
 
 
 def _feed_forward(model: Model, dense: bool) -> Iterator[Tensor]:
@@ -65,6 +84,14 @@ def _feed_forward(model: Model, dense: bool) -> Iterator[Tensor]:
         yield Tensor("experts", (moe.experts, *shape), 0)
     if moe.shared_experts:
         yield from _swiglu("shared_expert", h, moe.shared_experts * moe.expert_hidden, split=False)
+    extras = extras_of(model)
+    if extras.router_bias:
+        yield Tensor("router", (moe.experts,))
+    if extras.expert_bias:
+        yield Tensor("experts", (moe.experts, 2 * moe.expert_hidden), 0)
+        yield Tensor("experts", (moe.experts, h), 0)
+    if extras.shared_gate:
+        yield Tensor("shared_expert", (1, h))
 
 
 def _swiglu(row: str, h: int, f: int, *, split: bool) -> Iterator[Tensor]:

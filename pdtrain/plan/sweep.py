@@ -151,7 +151,7 @@ def _timed(
                 f"{setup.micro_batches} micro-batches for {setup.pp} stages leave most of the pipeline idle",
             )  # fmt: skip
             return None
-        _, worst = memory.peak(setup)
+        _, worst = memory.peak(setup, device=hardware.kind)
         limit = memory.WATERMARK * found.memory_bytes
         if worst.total + hardware.runtime_bytes > limit:
             if chunks == 1:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pdtrain.plan import activations, states
-from pdtrain.plan.activations import Device
+from pdtrain.plan.hardware import Device
 from pdtrain.plan.setup import Setup, Stage
 
 #: Gradients of activations inside a unit at work, as a share of what it keeps.

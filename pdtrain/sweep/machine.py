@@ -87,6 +87,7 @@ def hardware_of(row: dict[str, Any], asked: str | None) -> Hardware:
         attention_efficiency=0.5,
         latency=GLOO_LATENCY if row["device"] == "cpu" else 25e-6,
         runtime_bytes=0.0 if row["device"] == "cpu" else 3e9,
+        kind="cpu" if row["device"] == "cpu" else "gpu",
         source=f"measured by `pdtrain sweep` on {row['host']}: product of FP32 matrices of {EDGE} x {EDGE}, copy of "
         f"{COPIED * 4 >> 20} MiB; links not measured",
         date=time.strftime("%Y-%m-%d"),

@@ -40,7 +40,8 @@ def outcome(trial: Trial, ended: Ended, run_dir: Path, hardware: Hardware) -> di
     length, ranks = trial.run.train.sequence_length, trial.run.parallel.ranks
     tokens = (trial.run.train.train_batch or 0) * length
     flop = per_token(trial.run.model, length) * tokens
-    peaks = _peaks(run_dir / "dumps")
+    watched = _watched(run_dir / "dumps")
+    peaks, held = [peak for peak, _ in watched], [states for _, states in watched]
     resident = max((step.get("memory_bytes", 0) for step in steps), default=0)
     row |= {
         "steps": len(measured),
@@ -53,6 +54,7 @@ def outcome(trial: Trial, ended: Ended, run_dir: Path, hardware: Hardware) -> di
         "mfu": flop / (seconds * ranks * hardware.peak(trial.run.precision.all)),
         "peak_bytes": max(peaks) if peaks else resident,
         "peak_bytes_per_rank": peaks,
+        "states_bytes": max(held, default=None),
         "resident_bytes": resident,
         "loss_first": steps[0].get("loss"),
         "loss_last": steps[-1].get("loss"),
@@ -61,7 +63,8 @@ def outcome(trial: Trial, ended: Ended, run_dir: Path, hardware: Hardware) -> di
     if setup is not None:
         planned, _ = times(setup, hardware)
         _, worst = memory.peak(setup, device="cpu" if peaks else "gpu")
-        row |= {"predicted_step_seconds": planned.step, "predicted_peak_bytes": worst.total}
+        row |= {"predicted_step_seconds": planned.step, "predicted_peak_bytes": worst.total,
+                "predicted_states_bytes": worst.parameters + worst.optimizer}  # fmt: skip
     return row
 
 
@@ -89,14 +92,19 @@ def _steps(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _peaks(dumps: Path) -> list[int]:
-    """Bytes of tensors at the fullest moment of the watched step, by rank; empty on a GPU."""
-    found: dict[int, int] = {}
+def _watched(dumps: Path) -> list[tuple[int, int]]:
+    """(bytes of tensors at the fullest moment of the watched step, of weights and moments), by rank; empty on a GPU.
+
+    The root module's parameters are this rank's shards; what is gathered at the peak does not count among them.
+    """
+    found: dict[int, tuple[int, int]] = {}
     for path in dumps.glob("memory_rank*_step*.json"):
         try:
             data = json.loads(path.read_bytes())
-            found[int(data["rank"])] = int(data["peak_bytes"])
-        except (OSError, ValueError, KeyError, TypeError):
+            root = next(module for module in data["modules"] if "." not in module["module"])
+            states = int(root["parameter_bytes"]) + int(data["by_kind"].get("Optstate", 0))
+            found[int(data["rank"])] = int(data["peak_bytes"]), states
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration):
             continue
     return [found[rank] for rank in sorted(found)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,19 +36,16 @@ def text(rows: list[dict[str, Any]], memory: float | None, convention: str) -> I
     yield f"{len(rows)} trials: {len(found)} measured, {len(others)} not"
     if found:
         yield ""
-        yield (
-            f"  {'step':>10} {'tokens/s':>9} {'MFU':>6} {'peak':>10} {'plan: step':>11} {'peak':>10}  trial "
-            "(peak: fullest rank)"
-        )
+        yield f"  {'step':>10} {'tokens/s':>9} {'MFU':>6} {'peak':>10} {'plan: step':>11}  trial"
     for row in found:
         no = why_not(row, memory)
         planned = row.get("predicted_step_seconds")
-        peak = row.get("predicted_peak_bytes")
         yield (
             f"  {row['step_seconds']:>8.3f} s {row['tokens_per_second']:>9,.0f} {row['mfu']:>6.1%} "
-            f"{row['peak_bytes'] / 1e6:>7,.1f} MB {f'{planned:.3f} s' if planned else '-':>11} "
-            f"{f'{peak / 1e6:,.1f} MB' if peak else '-':>10}  {row['label']}{f'  [{no}]' if no else ''}"
+            f"{row['peak_bytes'] / 1e6:>7,.1f} MB {f'{planned:.3f} s' if planned else '-':>11}  {row['label']}"
+            f"{f'  [{no}]' if no else ''}"
         )
+    yield from _memory(found)
     if others:
         yield ""
         yield "not measured:"
@@ -58,9 +56,35 @@ def text(rows: list[dict[str, Any]], memory: float | None, convention: str) -> I
     yield "conventions:"
     yield "  - step: median of the steps after the warm-up, wall time, data included, checkpoints and validation not"
     yield f"  - MFU: {convention}"
-    yield "  - peak: tensors at the fullest moment of a step (MemTracker) on CPUs, allocated on a GPU; not the process"
-    yield "  - plan: with the constants in force before this sweep"
+    yield (
+        "  - peak: tensors of the fullest rank at its fullest moment (MemTracker) on CPUs, allocated on GPUs; "
+        "not the process"
+    )
+    yield "  - states: weights and moments that a rank keeps between steps; step counters of the optimizer included"
+    yield "  - plan: with the constants in force before this sweep; memory has none that is fitted"
     uneven = [row for row in found if row["step_seconds_most"] > 2 * row["step_seconds"]]
     if uneven:
         yield (f"  - {len(uneven)} of {len(found)} trials had a step of more than twice their median: something else "
                "used the machine, repeat before trusting small differences")  # fmt: skip
+
+
+def _memory(found: list[dict[str, Any]]) -> Iterator[str]:
+    """Predicted against measured, every trial whose tensors were counted."""
+    rows = [row for row in found if row.get("states_bytes") and row.get("predicted_states_bytes")]
+    if not rows:
+        return
+    yield ""
+    yield f"  {'peak':>10} {'plan':>10} {'error':>7} {'states':>11} {'plan':>11} {'error':>8}  trial"
+    errors = []
+    for row in rows:
+        peak, states = (row[f"predicted_{what}_bytes"] / row[f"{what}_bytes"] - 1 for what in ("peak", "states"))
+        errors.append((abs(peak), abs(states)))
+        yield (
+            f"  {row['peak_bytes'] / 1e6:>7,.1f} MB {row['predicted_peak_bytes'] / 1e6:>7,.1f} MB {peak:>+7.1%} "
+            f"{row['states_bytes'] / 1e6:>8,.2f} MB {row['predicted_states_bytes'] / 1e6:>8,.2f} MB {states:>+8.3%}  "
+            f"{row['label']}"
+        )
+    (peak, states), worst = (statistics.median(column) for column in zip(*errors)), [max(c) for c in zip(*errors)]
+    yield (
+        f"  median error: peak {peak:.1%} (worst {worst[0]:.1%}), states {states:.3%} (worst {worst[1]:.3%})"
+    )

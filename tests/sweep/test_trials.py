@@ -84,7 +84,8 @@ def finished(folder: Path, losses: list[float], seconds: float = 0.5) -> None:
     (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for rank, peak in enumerate((3_000_000, 5_000_000)):
         (folder / "run" / "dumps" / f"memory_rank{rank}_step2.json").write_text(
-            json.dumps({"rank": rank, "peak_bytes": peak})
+            json.dumps({"rank": rank, "peak_bytes": peak, "by_kind": {"Parameter": 900_000, "Optstate": 800_000},
+                        "modules": [{"module": "Model", "parameter_bytes": 400_000}, {"module": "Model.blocks"}]})
         )
 
 
@@ -111,6 +112,8 @@ def test_nothing_is_measured_twice_and_an_interruption_leaves_no_row(tmp_path: P
     assert [row["trial"] for row in rows] == [trial.key for trial in trials]
     row = rows[0]
     assert (row["steps"], row["step_seconds"], row["peak_bytes"]) == (8 - WARM_UP, 0.5, 5_000_000)
+    assert row["states_bytes"] == 1_200_000  # the rank's own shards and moments, not what is gathered at the peak
+    assert f"{row['predicted_states_bytes'] / 1.2e6 - 1:+.3%}" in "\n".join(report.text(rows, None, ""))
     assert row["tokens_per_second"] == 16 * 256 / 0.5 and 0 < row["mfu"] < 1
 
 
