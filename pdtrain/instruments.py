@@ -77,8 +77,10 @@ class Instruments:
     ) -> None:
         """Say once what is about to run: groups, data, where it resumes and what that meant."""
         self._since = (start.step, time.perf_counter())
-        if start.source is not None:
+        rejoined = self.pools.rejoined if self.pools is not None else None
+        if start.source is not None or start.step or rejoined is not None:
             self.recorder.resume(start.step)
+        if start.source is not None:
             self.recorder.event("restored", step=start.step, source=str(start.source), mixed_steps=start.mixed)
         for name in removed:
             self.recorder.event("checkpoint_leftover_removed", folder=name)
@@ -96,7 +98,10 @@ class Instruments:
             self.note(f"set aside as *.abandoned, because they lie beyond step {start.step}: {', '.join(aside)}")
         if start.source is not None:
             self.note(f"resumed from {start.source} at step {start.step}")
-        if start.source is not None and self.pools is not None and (lost := self.pools.lost_steps):
+        if rejoined is not None:
+            self.recorder.event("pool_restart", **rejoined.fields())
+            self.note(rejoined.line())
+        elif start.source is not None and self.pools is not None and (lost := self.pools.lost_steps):
             self.recorder.event("pool_restored", step=start.step, reached=start.step + lost, lost_steps=lost)
             self.note(f"pools: the run had reached step {start.step + lost}; what the update pool held of the last "
                       f"{lost} step{'s' if lost > 1 else ''} is lost and computed again")

@@ -15,11 +15,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -30,21 +32,25 @@ import psutil
 from diag.errors import UsageError
 from pdtrain.config.mistakes import printable
 from pdtrain.recorder.environment import prepare_environment
+from pdtrain.restart import VARIABLE, Restart
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: torchrun's own shape, so that the same signatures read it.
 LINE = "%(levelname).1s%(asctime)s.%(msecs)03d000 %(process)d %(name)s:%(lineno)d] %(message)s"
 #: After a rank has failed the others cannot finish a collective, hence not save: this is for their dumps.
 GRACE_SECONDS = 10
+#: What a rank of the pools says of another that it misses (pdtrain.pools.links).
+ACCUSATION = re.compile(r"^PoolError: pools: rank \d+ \(\w+\) (lost|got no answer from) rank (\d+)")
 INTERRUPTED = 128 + signal.SIGINT
 
 
 def launch(
     arguments: Sequence[str], *, processes: int, run_dir: Path, threads: int = 1, flight_recorder_entries: int = 2000,
-    again: Callable[[int], Sequence[str] | None] = lambda status: None,
+    again: Callable[[int], Sequence[str] | None] = lambda status: None, restarts: int = 0,
 ) -> int:
     """Run `python ARGUMENTS` as `processes` ranks on this machine and wait for them.
 
+    After the death of a rank all are started again, at most `restarts` times: each learns of it (`pdtrain.restart`).
     `again` is asked after every end that no signal caused, with the job's exit status: the arguments with which as many
     ranks are to be started once more (pools that regroup), or None.
 
@@ -62,15 +68,42 @@ def launch(
     with _environment(run_dir, threads, flight_recorder_entries), _agent_log(logs / "launcher.log") as log:
         with _forwarding() as received:
             following: Sequence[str] | None = arguments
-            status = 0
+            restart, ended = Restart(uuid.uuid4().hex), Ended(0)
             while following is not None and not received:
-                status = _once(following, processes, run_dir, log)
-                following = None if received else again(status)
-        return INTERRUPTED if status == 0 and signal.SIGINT in received else status
+                os.environ[VARIABLE] = restart.to_environment()
+                ended = _once(following, processes, run_dir, log)
+                if ended.rank is not None and ended.mends and restart.count < restarts and not received:
+                    restart = restart.after(ended.rank, ended.how)
+                    text = f"{ended.line()}; all ranks start again ({restart.count} of {restarts})"
+                    log.warning("%s", text)
+                    print(f"pdtrain: {text}", file=sys.stderr)
+                    continue
+                _explain(ended, run_dir)
+                restart = Restart(uuid.uuid4().hex)  # what follows is another job
+                following = None if received else again(ended.status)
+        return INTERRUPTED if ended.status == 0 and signal.SIGINT in received else ended.status
 
 
-def _once(arguments: Sequence[str], processes: int, run_dir: Path, log: logging.Logger) -> int:
-    """One start of the job; its exit status, explained where it failed."""
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How one start of the job ended: its exit status, and where it failed, the rank that did so first.
+
+    `mends`: another start may end better. `said`: that rank's last line, where this terminal has not shown it.
+    """
+
+    status: int
+    rank: int | None = None
+    how: str = ""
+    said: str = ""
+    mends: bool = False
+
+    def line(self) -> str:
+        """Who failed first, and how."""
+        return f"rank {self.rank} failed first: it {self.how}{self.said and f'; its last line: {self.said}'}"
+
+
+def _once(arguments: Sequence[str], processes: int, run_dir: Path, log: logging.Logger) -> Ended:
+    """One start of the job."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -99,27 +132,50 @@ def _once(arguments: Sequence[str], processes: int, run_dir: Path, log: logging.
     except json.JSONDecodeError:  # a rank died while its error.json could not be written: a full disk
         log.error("a rank failed and left a damaged error.json")
         print(f"pdtrain: a rank failed; is the disk of {run_dir} full?", file=sys.stderr)
-        return 1
+        return Ended(1)
     except ChildFailedError as failure:
         log.error("%s", failure)
-        return _explain(failure, run_dir)
-    return 0
+        return _first(failure, run_dir)
+    return Ended(0)
 
 
-def _explain(failure: Any, run_dir: Path) -> int:
-    """Say in one line who failed first; the status of that rank."""
+def _first(failure: Any, run_dir: Path) -> Ended:
+    """Who failed first. A wrong command or configuration, and a run that lost its numbers, end the same every time."""
     rank, first = failure.get_first_failure()
+    silent = ""
+    if (accused := _accused(failure)) is not None:  # torchrun knows seconds only, and lets the accusers end first
+        rank, silent = accused
+        first = failure.failures[rank]
     status = int(first.exitcode)
-    if status < 0:
+    if silent:
+        how, status = silent, 128 - status if status < 0 else status
+    elif status < 0:
         how, status = f"was killed by {signal.Signals(-status).name}", 128 - status
     else:
         how = f"ended with exit status {status}"
-    if rank == 0 and status == UsageError.exit_status:
-        return status  # rank 0 has said why, on this terminal
-    said = "" if rank == 0 else _last_line(run_dir, rank)
-    print(f"pdtrain: rank {rank} failed first: it {how}{said and f'; its last line: {said}'}", file=sys.stderr)
+    message = first.message.get("message", "") if isinstance(first.message, dict) else ""
+    mends = status != UsageError.exit_status and not str(message).startswith("TrainingFailed")
+    return Ended(status, rank, how, "" if rank == 0 else _last_line(run_dir, rank), mends)
+
+
+def _accused(failure: Any) -> tuple[int, str] | None:
+    """The one rank of the pools that others have lost, which accuses nobody itself; and how, when it was silent."""
+    texts = {rank: each.message.get("message", "") for rank, each in failure.failures.items()
+             if isinstance(each.message, dict)}
+    said = {rank: found for rank, text in texts.items() if (found := ACCUSATION.search(str(text))) is not None}
+    accused = {int(found[2]) for found in said.values()} - set(texts)
+    if len(accused) != 1 or (rank := accused.pop()) not in failure.failures:
+        return None
+    lost = any(found[1] == "lost" for found in said.values() if int(found[2]) == rank)
+    return rank, "" if lost else "gave no answer"
+
+
+def _explain(ended: Ended, run_dir: Path) -> None:
+    """Say in one line who failed first."""
+    if ended.rank is None or (ended.rank == 0 and ended.status == UsageError.exit_status):
+        return  # rank 0 has said why, on this terminal
+    print(f"pdtrain: {ended.line()}", file=sys.stderr)
     print(f"pdtrain: for the cause: pdtrain diag postmortem {run_dir}", file=sys.stderr)
-    return status
 
 
 def _last_line(run_dir: Path, rank: int) -> str:

@@ -124,7 +124,7 @@ class TrainStep:
             return self._forward_backward(consumed)
         draws = torch.get_rng_state() if self.resolved.run.model.moe.jitter else None
         for attempt in itertools.count():
-            self.pools.begin(again=attempt > 0)
+            self.pools.begin(again=attempt > 0, consumed=consumed)
             if attempt:
                 self._forget_counts()
                 if draws is not None:

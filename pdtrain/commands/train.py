@@ -145,13 +145,20 @@ def start(loaded: Loaded, run_dir: Path | None, resume: str | None) -> int:
     of_them = f" ({run.pools.update_ranks} of them update)" if run.pools.update_ranks else ""
     print(f"pdtrain: {ranks} rank{'s' if ranks > 1 else ''}{of_them}, recorded in {run_dir}", file=sys.stderr)
     command = ["-P", "-m", "pdtrain.cli", "train", str(config), "--run-dir", str(run_dir)]
-    return launch(
-        command + ([f"--resume={resume}"] if resume else []),
-        processes=ranks,
-        run_dir=run_dir,
-        threads=run.train.threads,
-        flight_recorder_entries=run.recorder.flight_recorder_entries,
-    )
+    try:
+        return launch(
+            command + ([f"--resume={resume}"] if resume else []),
+            processes=ranks,
+            run_dir=run_dir,
+            threads=run.train.threads,
+            flight_recorder_entries=run.recorder.flight_recorder_entries,
+            restarts=run.pools.restarts,
+        )
+    finally:
+        if run.pools.keep is not None:
+            from pdtrain.pools.keep import remove_all
+
+            remove_all(Path(run.pools.keep), run_dir)
 
 
 def _run_directory(given: Path | None, name: str, resume: str | None) -> Path:

@@ -220,6 +220,21 @@ def pools_have_ranks(run: Run) -> Iterator[Mistake]:
         )  # fmt: skip
 
 
+def kept_state_is_used(run: Run) -> Iterator[Mistake]:
+    pools = run.pools
+    for key, value in (("restarts", pools.restarts or None), ("keep", pools.keep)):
+        if pools.mode == "off" and value is not None:
+            yield Mistake(
+                f"pools.{key}", value, 'is for a run with pools, but pools.mode = "off"',
+                'leave it out, or pools.mode = "sync", "stream" or "async"',
+            )  # fmt: skip
+    if pools.mode != "off" and pools.keep is not None and not pools.restarts:
+        yield Mistake(
+            "pools.keep", pools.keep, "costs memory for nothing while nobody starts a dead rank again",
+            "set pools.restarts (3, say), or start under torchrun --max-restarts", warning=True,
+        )  # fmt: skip
+
+
 def stale_weights_are_meant(run: Run) -> Iterator[Mistake]:
     pools = run.pools
     if pools.mode == "async" and pools.staleness == 0:
@@ -280,6 +295,7 @@ RULES: tuple[Rule, ...] = (
     validation_has_documents,
     bytes_fit_the_vocabulary,
     pools_have_ranks,
+    kept_state_is_used,
     stale_weights_are_meant,
 )
 REFUSALS: tuple[Rule, ...] = (no_pipeline_yet, sequence_parallel_is_on, no_rewind_of_pools_yet)

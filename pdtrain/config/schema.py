@@ -274,6 +274,18 @@ class Pools(Section, frozen=True):
     staleness: Annotated[
         NonNegativeInt, Meta(description="async: by how many steps the weights of a forward pass are old")
     ] = 1
+    restarts: Annotated[
+        NonNegativeInt,
+        Meta(description="how often the launcher starts all ranks again after one of them has died; torchrun's own "
+             "--max-restarts does the same")
+    ] = 0
+    keep: Annotated[
+        str | None,
+        Meta(
+            description="folder, in memory (/dev/shm) for instance, where each rank keeps its state of the last two "
+            "steps, so that a start after a death loses no step; absent: such a start goes back to the last checkpoint"
+        ),
+    ] = None
 
 
 class Run(Section, frozen=True):

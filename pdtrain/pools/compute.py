@@ -29,10 +29,13 @@ from pdtrain.parallel.shard import units
 from pdtrain.pools.journal import Journal
 from pdtrain.pools.links import CLOSED, reason
 from pdtrain.pools.message import DTYPES, Header, Kind, PoolError, Status, as_bytes
+from pdtrain.pools.own_state import OwnState
 from pdtrain.pools.plan import Bucket, Plan
 from pdtrain.pools.receiving import Receiver
+from pdtrain.pools.rejoin import Rejoined
 from pdtrain.pools.sending import Sender
 from pdtrain.pools.wire import decode, encode
+from pdtrain.restart import Restart
 
 if TYPE_CHECKING:
     from pdtrain.recorder import Recorder
@@ -93,6 +96,8 @@ class ComputeSide:
         self._sums: dict[str, Tensor] = {}
         self._sent: set[int] = set()  # buckets of this attempt whose last message has left
         self._settled = 0
+        self.own = OwnState(self)
+        self.rejoined: Rejoined | None = None  # how this start followed a death
         if self.streams:
             self._install_hooks(model)
 
@@ -129,7 +134,8 @@ class ComputeSide:
 
     def expects(self, peer: int, header: Header) -> Status:
         """The judgement on an arrived message: weights must be the version that they claim to be, of this run."""
-        if header.kind is not Kind.WEIGHTS or header.version == header.step:
+        own = header.incarnation == self.journal.incarnation
+        if own and (header.kind is not Kind.WEIGHTS or header.version == header.step):
             return Status.OK
         self.journal.note("pool_version_mismatch", step=header.step, peer=peer, direction="down", bucket=header.bucket,
                           version=header.version, expected=header.step, incarnation=header.incarnation,
@@ -143,10 +149,14 @@ class ComputeSide:
         """Of the weights that the step under way computes with."""
         return max(self.start, self._settled, self.step - self.staleness)
 
-    def begin(self, *, again: bool) -> None:
-        """A step begins, or begins `again` because its gradients belonged to other weights than they should."""
+    def begin(self, *, again: bool, consumed: int = 0) -> None:
+        """A step begins, or begins `again` because its gradients belonged to other weights than they should.
+
+        `consumed`: the sequences of the steps before.
+        """
         if not again:
             self.journal.begin()
+            self.own.begin(consumed)
             self._attempt, self._left_out = 0, False
         self._ready, self._sums, self._micro, self._sent = {}, {}, 0, set()
         self._next_residual = dict(self._residual)
@@ -174,6 +184,7 @@ class ComputeSide:
                 if bucket.index not in self._sent:
                     self._send_gradients(bucket, [self._gradient(piece.name) for piece in bucket.pieces])
             refused = [header for sender in self.senders.values() for header in sender.drain()]
+        self.own.await_owners()
         verdict = ACCEPTED
         if refused:
             verdict = AGAIN if any(header.status is Status.VERSION for header in refused) else LEFT_OUT
@@ -189,6 +200,12 @@ class ComputeSide:
             return False
         self._left_out = verdict == LEFT_OUT
         return True
+
+    def residuals(self) -> list[Tensor]:
+        """What rounding took from the gradients applied so far, one tensor per bucket; empty without error feedback."""
+        if not self.feeds_back:
+            return []
+        return [self._residual.setdefault(bucket.index, torch.zeros(bucket.numel)) for bucket in self.buckets]
 
     def _vote(self, mine: int) -> int:
         if dist.get_world_size(self.group) == 1:
@@ -234,7 +251,10 @@ class ComputeSide:
 
     def after(self, step: int, *, save: Mapping[str, Any] | None = None, end: bool = False) -> None:
         """Tell the update pool what to do after `step`: save a checkpoint, end, or simply go on."""
-        body = as_bytes(json.dumps({"save": save, "end": end}).encode())
+        said: dict[str, Any] = {"save": save, "end": end}
+        if self.own.wanted:
+            said["keep"] = {"consumed": self.own.consumed, "buffers": self.buffers()}
+        body = as_bytes(json.dumps(said).encode())
         for sender in self.senders.values():
             sender.put(Header(Kind.AFTER, step, step), body)
 
@@ -263,6 +283,7 @@ class ComputeSide:
         self.journal.note(
             "pool", role="compute", index=self.rank, mode=self.resolved.run.pools.mode,
             peers=self.plan.peers(self.rank), incarnation=self.journal.incarnation, state_bytes=0,
+            launch=Restart.from_environment().launch,
             working_bytes=sum(local(p).numel() * p.element_size() for p in self.parameters.values()),
         )
 
@@ -306,6 +327,8 @@ class ComputeSide:
             sender.close()
         for receiver in self.receivers.values():
             receiver.close()
+        if self.own.keep is not None:
+            self.own.keep.remove()
 
     # -- gradients ------------------------------------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ class Kind(IntEnum):
     MASTERS = 6  # a bucket of FP32 weights, compute to update, once at the start of a new run
     ACK = 7  # the receiver's answer to any of these; `status` says which
     END = 8  # nothing more will come
+    KEPT = 9  # the update rank's state after the step is in its file
 
 
 class Status(IntEnum):
@@ -62,6 +63,7 @@ class Status(IntEnum):
 NOUNS = {
     Kind.GRADIENTS: "gradients", Kind.WEIGHTS: "weights", Kind.COMMIT: "the commit", Kind.AFTER: "the end",
     Kind.REPORT: "the report", Kind.MASTERS: "the first weights", Kind.ACK: "an answer", Kind.END: "the end",
+    Kind.KEPT: "the kept state",
 }
 
 

@@ -7,6 +7,7 @@ learn from the update pool where the run stands. After that the pools share noth
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -21,20 +22,24 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from diag.errors import UsageError
 from pdtrain.checkpoint import Checkpointer, Restored
+from pdtrain.checkpoint.manifest import Manifest, complete_checkpoints
 from pdtrain.config import Resolved
 from pdtrain.model.transformer import Transformer, row_of
 from pdtrain.parallel.gradients import RowParameters
 from pdtrain.parallel.layout import Layout
 from pdtrain.pools.compute import ComputeSide
-from pdtrain.pools.faults import faults_of
+from pdtrain.pools.faults import faults_of, strike
 from pdtrain.pools.journal import Journal
+from pdtrain.pools.keep import Keep
 from pdtrain.pools.links import End
 from pdtrain.pools.message import DTYPES
 from pdtrain.pools.plan import Piece, Plan, make_plan
 from pdtrain.pools.receiving import Receiver
+from pdtrain.pools.rejoin import Held, agree, has_begun, open_keep, rejoined
 from pdtrain.pools.sending import Sender
 from pdtrain.pools.state import RemoteCheckpointer, UpdateCheckpointer
 from pdtrain.pools.update import UpdateSide
+from pdtrain.restart import Restart
 
 if TYPE_CHECKING:
     from pdtrain.recorder import Recorder
@@ -58,6 +63,7 @@ class Joined(msgspec.Struct):
     aside: list[str] = []
     where: dict[str, str] = {}
     buffers: dict[str, Any] = {}
+    kept: bool = False
     error: str = ""
 
     def restored(self) -> Restored:
@@ -81,21 +87,30 @@ def join_compute(
         "buffers": {name: list(buffer.shape) for name, buffer in model.named_buffers()},
         "fingerprint": data_fingerprint,
         "starts": _starts(run_dir) if rank == 0 else 0,
+        "begun": rank == 0 and has_begun(run_dir),
     }
     plan, told = _agree(resolved, layout, mine)
     copies = _copies(plan)
     journal = Journal("compute", told["starts"] + 1)
     side = ComputeSide(resolved, model, rows, plan, rank, compute, copies, journal)
     ends = _ends(resolved, layout, plan, rank, journal)
+    side.own.keep, held = open_keep(resolved.run.pools, run_dir, rank, plan, side.own.tensors(), 0)
+    agreement = agree(held, plan, told["begun"])
+    last_seen = _last_row(run_dir) if rank == 0 else {}
     joined = _hear(layout)
     if joined.error:
         raise UsageError(joined.error)
     senders, receivers = _links(ends, rank, side.expects)
     for name, value in joined.buffers.items():
         side.model_buffers[name].copy_(torch.tensor(value))
-    side.connect(senders, receivers, joined.step, joined.source is not None)
+    side.connect(senders, receivers, joined.step, joined.source is not None or joined.kept)
+    if joined.kept:
+        side.own.restore(joined.step)
+    if agreement.begun and rank == 0:
+        source = "kept" if joined.kept else "checkpoint" if joined.source is not None else "beginning"
+        side.rejoined = rejoined(agreement, joined.step, source, last_seen, layout.ranks)
     if joined.source is not None:
-        side.lost_steps = max(0, _reached(run_dir) - joined.step)
+        side.lost_steps = max(0, last_seen.get("step", 0) - joined.step)
     own = Checkpointer(run_dir / "checkpoints", resolved.run, model, None, rows, data_fingerprint, group=compute)
     return side, RemoteCheckpointer(run_dir / "checkpoints", side, own, joined.where), joined
 
@@ -113,15 +128,26 @@ class UpdateRank:
         _copies(plan)
         self.resolved = resolved
         self.journal = Journal("update", told["starts"] + 1)
-        self.side = UpdateSide(resolved, plan, rank, self.journal)
+        held = Held()
+        try:
+            self.side = UpdateSide(resolved, plan, rank, self.journal)
+        except UsageError as error:  # said to all ranks below
+            held = Held(error=str(error))
         self.buffers = {name: torch.zeros(shape) for name, shape in told["buffers"].items()}
+        self.keep: Keep | None = None
+        if not held.error:
+            numbers = sum(buffer.numel() for buffer in self.buffers.values())
+            self.keep, held = open_keep(resolved.run.pools, run_dir, rank, plan, self.side.kept(), numbers)
+        self.ends = _ends(resolved, layout, plan, rank, self.journal)
+        self.agreement = agree(held, plan, told["begun"])
+        if self.keep is not None:
+            self.keep.interrupt = lambda version: strike(self.side.faults, "keep", version)
         first = rank == layout.ranks
         rows = list(dict.fromkeys(piece.row for bucket in plan.buckets for piece in bucket.pieces))
         self.checkpoints = UpdateCheckpointer(
             run_dir / "checkpoints", resolved.run, self.side, rows, told["fingerprint"], layout.world, group,
             self.buffers if first else {},
         )
-        self.ends = _ends(resolved, layout, plan, rank, self.journal)
         self.layout = layout
         self.rank = rank
 
@@ -130,28 +156,54 @@ class UpdateRank:
 
         Raises UsageError on every rank of the job: nothing to resume from, a checkpoint that does not fit.
         """
-        checkpoints = self.checkpoints
+        checkpoints, version = self.checkpoints, self.agreement.version
         try:
-            start = checkpoints.restore(resume)
-            if start.source is None and resume is None and checkpoints.has_any():
-                raise UsageError(
-                    f"{checkpoints.root.parent} already holds checkpoints; add --resume to go on, or choose another "
-                    "--run-dir"
-                )
-            removed, aside = checkpoints.tidy(start.step)
-            joined = Joined(
-                start.step, start.consumed, start.mixed, str(start.source) if start.source else None,
-                list(start.passed_over), removed, aside, checkpoints.where,
-                {name: buffer.tolist() for name, buffer in self.buffers.items()} if start.source else {},
-            )
+            saved = complete_checkpoints(checkpoints.root) if self.agreement.begun else []
+            if version is not None and version >= max((manifest.step for _, manifest in saved), default=0):
+                joined = self._from_kept(version, [manifest for _, manifest in saved])
+            else:
+                joined = self._from_checkpoint("latest" if saved else resume)
         except UsageError as error:
             joined = Joined(error=str(error))
         joined = _hear(self.layout, joined)
         if joined.error:
+            if self.keep is not None:
+                self.keep.remove()
             raise UsageError(joined.error)
         senders, receivers = _links(self.ends, self.rank, self.side.expects)
-        self.side.connect(senders, receivers, joined.step, joined.source is not None)
+        strike(self.side.faults, "join", joined.step)
+        self.side.connect(senders, receivers, joined.step, joined.source is not None or joined.kept)
+        if self.keep is not None:
+            if not joined.kept:
+                self.keep.write(joined.step, {"consumed": joined.consumed, "buffers": joined.buffers}, self.side.kept())
+            self.side.tell_kept()
         return joined
+
+    def _from_checkpoint(self, resume: Path | Literal["latest"] | None) -> Joined:
+        checkpoints = self.checkpoints
+        start = checkpoints.restore(resume)
+        if start.source is None and resume is None and checkpoints.has_any():
+            raise UsageError(
+                f"{checkpoints.root.parent} already holds checkpoints; add --resume to go on, or choose another "
+                "--run-dir"
+            )
+        removed, aside = checkpoints.tidy(start.step)
+        return Joined(
+            start.step, start.consumed, start.mixed, str(start.source) if start.source else None,
+            list(start.passed_over), removed, aside, checkpoints.where,
+            {name: buffer.tolist() for name, buffer in self.buffers.items()} if start.source else {},
+        )
+
+    def _from_kept(self, version: int, saved: list[Manifest]) -> Joined:
+        """All ranks go on at `version`, which this one has whole in its file."""
+        assert self.keep is not None
+        facts = self.keep.read(version, self.side.kept())
+        self.keep.forget_beyond(version)
+        if saved:
+            self.checkpoints.where = dict(saved[-1].rows)
+        removed, aside = self.checkpoints.tidy(version)
+        return Joined(version, facts["consumed"], removed=removed, aside=aside, where=self.checkpoints.where,
+                      buffers=facts["buffers"], kept=True)  # fmt: skip
 
     def attach(self, recorder: Recorder) -> None:
         """Record from here."""
@@ -165,18 +217,32 @@ class UpdateRank:
     def one_step(self) -> bool:
         """One step, and what is to be done after it; False when the run ends here."""
         after = self.side.run_step()
-        wanted = after["save"]
+        wanted, step = after["save"], self.side.step
+        if self.keep is not None and not after["end"]:  # the last step is not kept: what is left then is to save it
+            with self._span("keep"):
+                self.keep.write(step, after["keep"], self.side.kept())
+            self.side.tell_kept()
         if wanted is None:
             self.side.report(saved=None, problem="", where={})
             return not after["end"]
         for name, value in wanted["buffers"].items():
             self.buffers[name].copy_(torch.tensor(value))
-        recorder = self.journal.recorder
-        assert recorder is not None
-        with recorder.span("checkpoint", self.side.step):
-            saved = self.checkpoints.save(self.side.step, wanted["consumed"], wanted["rows"])
+        strike(self.side.faults, "checkpoint", step)
+        with self._span("checkpoint"):
+            saved = self.checkpoints.save(step, wanted["consumed"], wanted["rows"])
         self.side.report(saved=saved, problem=self.checkpoints.problem, where=self.checkpoints.where)
         return not after["end"]
+
+    def _span(self, name: str) -> AbstractContextManager[object]:
+        recorder = self.journal.recorder
+        assert recorder is not None
+        return recorder.span(name, self.side.step)
+
+    def close(self) -> None:
+        """The run ends well."""
+        self.side.close()
+        if self.keep is not None:
+            self.keep.remove()
 
 
 def describe(model: Transformer, rank: int) -> list[Piece]:
@@ -265,28 +331,27 @@ def _links(ends: list[End], rank: int, judge: Any) -> tuple[dict[int, Sender], d
     return senders, receivers
 
 
-def _reached(run_dir: Path) -> int:
-    """The last step in metrics.jsonl, 0 where there is none that can be read."""
+def _last_row(run_dir: Path) -> dict[str, Any]:
+    """The last row with a step in metrics.jsonl; empty where there is none that can be read."""
     try:
         with (run_dir / "metrics.jsonl").open("rb") as stream:
             stream.seek(0, 2)
             stream.seek(max(0, stream.tell() - TAIL_BYTES))
             rows = stream.read().splitlines()
     except OSError:
-        return 0
+        return {}
     for row in reversed(rows):
-        try:
-            step = json.loads(row)["step"]
-        except (ValueError, KeyError, TypeError):
-            continue
-        return int(step)
-    return 0
+        with suppress(ValueError, KeyError, TypeError):
+            said: dict[str, Any] = json.loads(row)
+            return said | {"step": int(said["step"])}
+    return {}
 
 
 def _starts(run_dir: Path) -> int:
     """How often this run directory was started before: the incarnation that messages carry is one more."""
+    counted = Restart.from_environment().count
     try:
         with (run_dir / "events" / "rank_0.jsonl").open("rb") as stream:
-            return sum(row.startswith(b'{"event":"start"') for row in stream)
+            return max(counted, sum(row.startswith(b'{"event":"start"') for row in stream))
     except OSError:
-        return 0
+        return counted

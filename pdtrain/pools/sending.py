@@ -152,7 +152,9 @@ class Sender(LinkThread):
         self._sequence += 1
         header, payload = message.header.like(sequence=self._sequence), message.payload
         if "version" in faults:
-            header = header.like(version=faults["version"].version)
+            fault = faults["version"]
+            header = header.like(version=fault.version) if fault.incarnation is None else \
+                header.like(incarnation=fault.incarnation)
         if "corrupt" in faults and header.length:
             payload = payload.clone()
             payload.view(torch.uint8).view(-1)[header.length // 2] ^= 0x10

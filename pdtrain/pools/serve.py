@@ -29,11 +29,11 @@ def update(
         stall_seconds=run.train.timeout_seconds / 2,
     ) as recorder:
         rank.attach(recorder)
-        if joined.source is not None:
+        if joined.source is not None or joined.kept:
             recorder.resume(joined.step)
         going = joined.step < run.train.steps
         while going:
             going = rank.one_step()
             recorder.log(rank.side.step)
-        rank.side.close()
+        rank.close()
         recorder.event("finished", step=rank.side.step)

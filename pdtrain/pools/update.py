@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pdtrain.config import Resolved
 from pdtrain.optim import optimizer_over, set_learning_rate
+from pdtrain.pools.faults import faults_of, strike
 from pdtrain.pools.journal import Journal
 from pdtrain.pools.message import DTYPES, Header, Kind, PoolError, Status, as_bytes
 from pdtrain.pools.offload import mapped_zeros
@@ -52,6 +53,14 @@ class OwnedBucket:
     def state_bytes(self) -> int:
         """Masters and moments."""
         return sum(4 * master.numel() * (1 + len(MOMENTS)) for master in self.masters)
+
+    def kept(self) -> list[Tensor]:
+        """Everything that the next step depends on: masters, and whatever their optimizer remembers."""
+        found: list[Tensor] = []
+        for master in self.masters:
+            state = self.optimizer.state[master]
+            found += [master.detach(), *(state[name] for name in sorted(state))]
+        return found
 
     @torch.no_grad()
     def load(self, payload: Tensor) -> None:
@@ -104,22 +113,23 @@ class UpdateSide:
         self.start = 0
         self.step = 0
         self.skipped = 0
+        self.faults = faults_of(rank)
 
     def expects(self, peer: int, header: Header) -> Status:
         """The judgement on an arrived message: gradients must belong to weights that are fresh enough, of this run."""
         own, theirs = self.journal.incarnation, header.incarnation
         newest = header.step - 1
         oldest = max(self.start, newest - self.staleness)
-        if header.kind is not Kind.GRADIENTS or (theirs == own and oldest <= header.version <= newest):
+        if theirs == own and (header.kind is not Kind.GRADIENTS or oldest <= header.version <= newest):
             return Status.OK
-        action = self.on_mismatch
+        action: str = self.on_mismatch if header.kind is Kind.GRADIENTS else "resend"
         bound = max(self.start, newest - self.resolved.run.pools.staleness)
         if action == "accept" and not (theirs == own and bound <= header.version <= newest):
             action = "recompute"  # beyond the bound, or of another life of this run: never
         self.journal.note("pool_version_mismatch", step=header.step, peer=peer, direction="up", bucket=header.bucket,
                           version=header.version, expected=newest if not self.staleness else oldest,
                           incarnation=theirs, expected_incarnation=own, action=action)
-        return {"accept": Status.OK, "drop": Status.REFUSED, "recompute": Status.VERSION}[action]
+        return {"accept": Status.OK, "drop": Status.REFUSED}.get(action, Status.VERSION)
 
     def connect(self, senders: dict[int, Sender], receivers: dict[int, Receiver], start: int, restored: bool) -> None:
         """Use these links from here; take the first masters, or give the restored weights out."""
@@ -152,6 +162,8 @@ class UpdateSide:
             if not commit["skipped"]:
                 with self._span("optimizer"):
                     owned.apply(commit["scales"], commit["factors"], commit["lr"])
+                    if owned is self.owned[0]:
+                        strike(self.faults, "optimizer", step)
             owned.sums = None
             if self.streams:
                 self._send_weights(owned)
@@ -204,6 +216,15 @@ class UpdateSide:
             payload = encode(owned.masters, self.dtype)
             header = Header(Kind.WEIGHTS, self.step, self.step, owned.bucket.index)
             self.senders[owned.bucket.rank].put(header, payload)
+
+    def kept(self) -> list[Tensor]:
+        """What this rank's file holds of one version."""
+        return [tensor for owned in self.owned for tensor in owned.kept()]
+
+    def tell_kept(self) -> None:
+        """The state after the step is whole in this rank's file: the compute pool may commit the next one."""
+        for sender in self.senders.values():
+            sender.put(Header(Kind.KEPT, self.step, self.step), as_bytes(b""))
 
     def report(self, **fields: Any) -> None:
         """Answer every compute rank after the step: what was saved, and how busy this rank was."""
