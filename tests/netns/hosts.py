@@ -49,7 +49,8 @@ class Network:
     def address(self, host: int) -> str:
         return f"10.231.{host // 200}.{host % 200 + 1}"
 
-    def _veth(self, host: int) -> str:
+    def veth(self, host: int) -> str:
+        """The end of a host's link at the bridge."""
         return f"{self.prefix}v{host}"
 
     def __enter__(self) -> Network:
@@ -58,7 +59,7 @@ class Network:
             _run("ip", "link", "add", self.bridge, "type", "bridge")
             _run("ip", "link", "set", self.bridge, "up")
             for host in range(self.count):
-                name, veth = self.name(host), self._veth(host)
+                name, veth = self.name(host), self.veth(host)
                 _run("ip", "netns", "add", name)
                 _run("ip", "link", "add", veth, "type", "veth", "peer", "name", "eth0", "netns", name)
                 _run("ip", "link", "set", veth, "master", self.bridge, "up")
@@ -79,7 +80,7 @@ class Network:
         """Give one direction of a host's link `factor` of the common rate."""
         for side in ("send", "receive") if direction == "both" else (direction,):
             where = ["-n", self.name(host)] if side == "send" else []
-            device = "eth0" if side == "send" else self._veth(host)
+            device = "eth0" if side == "send" else self.veth(host)
             _run("tc", *where, "qdisc", "replace", "dev", device, "root", "tbf", "rate",
                  f"{round(self.rate * factor * 1000)}kbit", "burst", "32kb", "latency", "50ms")
 
@@ -90,12 +91,12 @@ class Network:
 
     def link(self, host: int, state: Literal["up", "down"]) -> None:
         """Pull the cable of a host, or put it back."""
-        _run("ip", "link", "set", self._veth(host), state)
+        _run("ip", "link", "set", self.veth(host), state)
 
     def _remove(self) -> None:
         for host in range(self.count):
             subprocess.run(["ip", "netns", "del", self.name(host)], capture_output=True)
-            subprocess.run(["ip", "link", "del", self._veth(host)], capture_output=True)
+            subprocess.run(["ip", "link", "del", self.veth(host)], capture_output=True)
         subprocess.run(["ip", "link", "del", self.bridge], capture_output=True)
 
 

@@ -17,8 +17,8 @@ from tests.diag.helpers import pdtrain
 
 #: Work that takes its time without a processor: so much per sequence on compute ranks, and per step over all the state.
 PLANT = """
-import importlib.abc, importlib.util, sys, time
-PER_SEQUENCE, PER_STEP = 0.30, 0.75
+import importlib.abc, importlib.util, os, sys, time
+PER_SEQUENCE, PER_STEP = (float(text) for text in os.environ["PLANTED_SECONDS"].split())
 
 def update(module):
     made, applied = module.UpdateSide.__init__, module.OwnedBucket.apply
@@ -72,17 +72,24 @@ def imbalance(found: dict[str, Any]) -> dict[str, Any] | None:
 
 
 @pytest.mark.slow
-def test_the_recommended_ratio_measures_within_twenty_points(tmp_path: Path) -> None:
-    """1.8 s of compute, with what it really takes, and 0.75 s of update: 2 + 2 is told 3 + 1, and that is even."""
+@pytest.mark.parametrize("mode, planted, first, best", [
+    ("sync", (0.30, 0.75), (2, 2), (3, 1)),  # 1.8 s of compute in all, 0.75 s of update: both pools have two ranks
+    ("sync", (0.15, 1.20), (3, 1), (2, 2)),  # an update pool that is too small
+    ("stream", (0.20, 0.50), (1, 3), (3, 1)),  # one that is far too large
+])
+def test_the_recommended_ratio_measures_within_twenty_points(
+    tmp_path: Path, mode: str, planted: tuple[float, float], first: tuple[int, int], best: tuple[int, int]
+) -> None:
+    """Out of balance as planted, told the split that evens it out, and even when that is run."""
     if os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
         pytest.skip("the processors are taken by others: what the ranks really compute outweighs what was planted")
     (tmp_path / "sitecustomize.py").write_text(PLANT)
-    assert train(tmp_path, "first", 2, 2, PYTHONPATH=str(tmp_path)) == 0
+    seconds = {"PYTHONPATH": str(tmp_path), "PLANTED_SECONDS": " ".join(map(str, planted))}
+    assert train(tmp_path, "first", *first, mode=mode, **seconds) == 0
     one = imbalance(pdtrain("diag", "pools", tmp_path / "first", "--json").json())
-    assert one is not None and one["numbers"]["gap_points"] > 20 and one["numbers"]["balances"]
-    best = one["numbers"]["recommended_compute"], one["numbers"]["recommended_update"]
-    assert best == (3, 1)
-    assert train(tmp_path, "second", *best, PYTHONPATH=str(tmp_path)) == 0
+    assert one is not None and abs(one["numbers"]["gap_points"]) > 20 and one["numbers"]["balances"]
+    assert (one["numbers"]["recommended_compute"], one["numbers"]["recommended_update"]) == best
+    assert train(tmp_path, "second", *best, mode=mode, **seconds) == 0
     assert imbalance(pdtrain("diag", "pools", tmp_path / "second", "--json").json()) is None
 
 
