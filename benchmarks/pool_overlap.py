@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import pool_timeline as timeline
 
 from tests.netns.hosts import Network, missing
-from tests.netns.training import HEADERS, Crossed, train_across
+from tests.netns.training import HEADERS, Crossed, account, train_across
 
 CONFIG = """
 [model]
@@ -56,8 +56,6 @@ update_ranks = 1
 bucket_mb = {bucket_mb}
 timeout_seconds = 60
 """
-#: Of one message: the header, and the header that answers it (pdtrain/pools/message.py).
-MESSAGE_BYTES = 2 * 64
 
 
 def alone(folder: Path, options: argparse.Namespace) -> dict[str, float]:
@@ -88,7 +86,7 @@ def separated(folder: Path, options: argparse.Namespace, mode: str, rate: float)
         config = folder / f"{mode}.toml"
         config.write_text(CONFIG.format(**vars(options)) + POOLS.format(mode=mode, **vars(options)))
         samples: list[tuple[float, Crossed]] = []
-        with Network(2, rate) as network:
+        with Network(2, rate, options.mtu) as network:
             train_across(network, config, run_dir, timeout=options.timeout, tick=0.01, during=samples)
         rows = [(time, c.sent_bytes, c.sent_packets, c.received_bytes, c.received_packets) for time, c in samples]
         seen.write_text(json.dumps(rows))
@@ -102,28 +100,7 @@ def separated(folder: Path, options: argparse.Namespace, mode: str, rate: float)
     window = (starts[steps[-4]], starts[steps[-2]])
     lanes = timeline.lanes(compute, update, link, window)  # type: ignore[arg-type]
     return {"mode": mode, "rate_mbit": rate, **timeline.per_step(compute, update), "window": window, "lanes": lanes,
-            "bytes": wire(run_dir, compute, update, samples[-1][1])}
-
-
-def wire(run_dir: Path, compute: timeline.Rank, update: timeline.Rank, crossed: Crossed) -> dict[str, Any]:
-    """Bytes of the whole run three times: by the plan, by the ranks' own counters, by the interface's.
-
-    Without separation into steps, so that nothing is cut. The first weights of a new run travel once, in FP32.
-    """
-    plan = json.loads((run_dir / "environment.json").read_text())["pools"]
-    messages = sum(row["messages_sent"] for rank in (compute, update) for row in rank.steps.values())
-    masters = sum(owner["parameters"] for owner in plan["owners"].values()) * 4
-    steps = len(compute.steps)
-    expected = masters + steps * (plan["bytes_up"] + plan["bytes_down"]) + messages * MESSAGE_BYTES
-    recorded = masters + sum(row["bytes_sent"] for rank in (compute, update) for row in rank.steps.values()) \
-        + sum(row["overhead_bytes"] for row in compute.steps.values())
-    up, down = crossed.payload
-    total = crossed.sent_bytes + crossed.received_bytes
-    return {"plan": expected, "recorded": recorded, "interface_payload": up + down, "interface": total,
-            "steps": steps, "packets": crossed.sent_packets + crossed.received_packets,
-            "off_percent": round(100 * ((up + down) / expected - 1), 3),
-            "recorded_off_percent": round(100 * (recorded / expected - 1), 3),
-            "tcp_ip_percent": round(100 * (total / (up + down) - 1), 2)}
+            "bytes": account(run_dir, samples[-1][1])}
 
 
 def main() -> None:
@@ -132,6 +109,7 @@ def main() -> None:
     parser.add_argument("--shares", default="0.3,0.7,1.5", help="seconds on the link over seconds of compute")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--mtu", type=int, default=9000, help="bytes of an IP packet; 1500 costs more processor time")
     parser.add_argument("--bucket-mb", type=float, default=1.0)
     parser.add_argument("--modes", default="sync,stream")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one run may take")
@@ -155,7 +133,7 @@ def report(options: argparse.Namespace, folder: Path) -> None:
     shares = [float(share) for share in options.shares.split(",")]
     bits = 2 * 32 * parameters(folder)
     for share in shares:
-        rate = round(bits * (1 + HEADERS / 1448) / (share * off["compute"]) / 1e6)
+        rate = round(bits * (1 + HEADERS / (options.mtu - 52)) / (share * off["compute"]) / 1e6)
         for mode in options.modes.split(","):
             row = separated(folder, options, mode, rate)
             rows.append({"share": share, **{k: v for k, v in row.items() if k not in ("lanes", "window")}})

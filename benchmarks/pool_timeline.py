@@ -162,6 +162,10 @@ def as_svg(panels: list[tuple[str, list[tuple[str, list[tuple[str, list[Interval
                            for a, b in intervals]
             y += row
         y += gap - row
+    y -= gap - row
+    shapes += [f'<text x="{left + s * scale:.1f}" y="{y + 12:g}" fill="#666">{s} s</text>'
+               for s in range(int(longest) + 1)]
+    y += 26
     words = {"forward": "forward", "backward": "backward", "exchange": "exchange: sending or waiting",
              "gradients": "gradients on the wire", "weights": "weights on the wire", "optimizer": "optimizer",
              "sending": "handing weights over"}
@@ -172,6 +176,5 @@ def as_svg(panels: list[tuple[str, list[tuple[str, list[tuple[str, list[Interval
         shapes.append(f'<rect x="{x}" y="{y:g}" width="12" height="12" fill="{COLOURS[kind]}"/>'
                       f'<text x="{x + 16}" y="{y + 10:g}">{text}</text>')
         x += 30 + int(6.2 * len(text))
-    ticks = [f'<text x="{left + s * scale:.1f}" y="{y + 34:g}">{s} s</text>' for s in range(int(longest) + 1)]
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {y + 40:g}" font-family="sans-serif" '
-            f'font-size="11"><rect width="100%" height="100%" fill="white"/>{"".join(shapes + ticks)}</svg>\n')
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {y + 22:g}" font-family="sans-serif" '
+            f'font-size="11"><rect width="100%" height="100%" fill="white"/>{"".join(shapes)}</svg>\n')

@@ -35,10 +35,13 @@ def missing() -> str:
 
 
 class Network:
-    """`count` hosts of `rate` Mbit/s in each direction, as a context manager that always cleans up."""
+    """`count` hosts of `rate` Mbit/s in each direction, as a context manager that always cleans up.
 
-    def __init__(self, count: int, rate: float = 100.0) -> None:
-        self.count, self.rate = count, rate
+    `mtu`: bytes of the largest IP packet.
+    """
+
+    def __init__(self, count: int, rate: float = 100.0, mtu: int = 1500) -> None:
+        self.count, self.rate, self.mtu = count, rate, mtu
         self.prefix = f"pd{os.getpid() % 100000}"
         self.bridge = f"{self.prefix}b"
 
@@ -56,12 +59,13 @@ class Network:
     def __enter__(self) -> Network:
         self._remove()
         try:
-            _run("ip", "link", "add", self.bridge, "type", "bridge")
+            _run("ip", "link", "add", self.bridge, "mtu", str(self.mtu), "type", "bridge")
             _run("ip", "link", "set", self.bridge, "up")
             for host in range(self.count):
                 name, veth = self.name(host), self.veth(host)
                 _run("ip", "netns", "add", name)
-                _run("ip", "link", "add", veth, "type", "veth", "peer", "name", "eth0", "netns", name)
+                size = ("mtu", str(self.mtu))
+                _run("ip", "link", "add", veth, *size, "type", "veth", "peer", "name", "eth0", *size, "netns", name)
                 _run("ip", "link", "set", veth, "master", self.bridge, "up")
                 _run("ip", "-n", name, "addr", "add", f"{self.address(host)}/16", "dev", "eth0")
                 _run("ip", "-n", name, "link", "set", "lo", "up")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.netns.hosts import Network
 
 PORT = 29571
 #: Of a TCP segment on the wire besides its payload: Ethernet 14, IPv4 20, TCP 20 and its time stamps 12.
 HEADERS = 14 + 20 + 20 + 12
+#: Of one message of the pools: its header, and the header that answers it (pdtrain/pools/message.py).
+MESSAGE_BYTES = 2 * 64
 ROOT = Path(__file__).parents[2]
 
 
@@ -77,6 +81,31 @@ def train_across(network: Network, config: Path, run_dir: Path, *, timeout: floa
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+def account(run_dir: Path, carried: Crossed) -> dict[str, Any]:
+    """Bytes of a whole run of one compute and one update rank: by the plan, by their own counters, by the interface's.
+
+    Of the whole run, so that nothing is cut at the edge of a step. The first weights of a new run travel once, in FP32.
+    """
+    plan = json.loads((run_dir / "environment.json").read_text())["pools"]
+    steps: list[list[dict[str, Any]]] = []
+    for rank in (0, 1):
+        rows = (run_dir / "events" / f"rank_{rank}.jsonl").read_text().splitlines()
+        steps.append([row for text in rows if (row := json.loads(text)).get("event") == "pool_step"])
+    first = 4 * sum(owner["parameters"] for owner in plan["owners"].values())
+    messages = sum(row["messages_sent"] for rank in steps for row in rank)
+    expected = first + len(steps[0]) * (plan["bytes_up"] + plan["bytes_down"]) + messages * MESSAGE_BYTES
+    payload = [sum(row["bytes_sent"] for row in rank) for rank in steps]
+    recorded = first + sum(payload) + sum(row["overhead_bytes"] for row in steps[0])
+    total = carried.sent_bytes + carried.received_bytes
+    found = sum(carried.payload)
+    return {"steps": len(steps[0]), "payload_up": payload[0], "payload_down": payload[1], "plan": expected,
+            "recorded": recorded, "interface_payload": found, "interface": total,
+            "packets": carried.sent_packets + carried.received_packets,
+            "off_percent": round(100 * (found / expected - 1), 3),
+            "recorded_off_percent": round(100 * (recorded / expected - 1), 3),
+            "tcp_ip_percent": round(100 * (total / found - 1), 2)}
 
 
 def _tail(logs: list[Path]) -> str:
