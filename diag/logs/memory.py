@@ -11,6 +11,7 @@ import re
 
 from diag.logs.known import subject_of
 from diag.logs.view import Item, View
+from diag.report.model import size as in_words
 from diag.schema import Finding
 
 _SIZE = r"(\d{1,12}(?:\.\d{1,6})?) ?([KMGT]?i?B|bytes)"
@@ -18,10 +19,11 @@ _UNITS = {"B": 1, "bytes": 1, "KiB": 2**10, "KB": 2**10, "MiB": 2**20, "MB": 2**
           "TiB": 2**40, "TB": 2**40}
 _FIELDS = {
     "request": rf"Tried to allocate {_SIZE}",
-    "total": rf"(?:total capaci?ty of {_SIZE}|{_SIZE} total capacity)",
+    "total": rf"(?:total capaci?ty of {_SIZE}|{_SIZE} total capacity|max allowed: {_SIZE})",
     "free": rf"(?:of which {_SIZE} is free|{_SIZE} free)",
+    "allowed": rf"{_SIZE} allowed;",
     "process": rf"this process has {_SIZE} memory in use",
-    "allocated": rf"(?:memory {_SIZE} is allocated by PyTorch|{_SIZE} already allocated)",
+    "allocated": rf"(?:memory {_SIZE} is allocated by PyTorch|{_SIZE} already allocated|MPS allocated: {_SIZE})",
     "idle": rf"{_SIZE} is reserved by PyTorch but unallocated",
     "reserved": rf"{_SIZE} (?:reserved in total|cached)",
 }
@@ -30,7 +32,17 @@ _OTHER = re.compile(rf"[Pp]rocess \d+ has {_SIZE} memory in use")
 SHARED = 0.15
 #: What CUDA, NCCL and libraries of the process itself take beside PyTorch's memory stays below this.
 FOREIGN_BYTES = 6 * 2**30
+#: What is free beyond the request, as a share of the device, before it could not have been a matter of room: drivers
+#: round up and keep some back.
+MARGIN = 0.05
+#: A request of so many bytes comes from the pool for small tensors, which idle memory of the large one cannot serve.
+SMALL_SEGMENT_BYTES = 2 << 20
 _OPTIMIZER = re.compile(r"optim|adam|lamb|sgd|exp_avg|_init_group|state\[|master|fp32_groups", re.I)
+
+
+def readable(value: float) -> str:
+    """Bytes in words."""
+    return in_words(int(value))
 
 
 def numbers_of(text: str) -> dict[str, float]:
@@ -66,12 +78,19 @@ def refine_cuda_oom(view: View, finding: Finding, items: list[Item]) -> Finding:
     if size.get("others", 0) > SHARED * (total or 1e18) or (elsewhere is not None and total and
                                                            elsewhere > max(2 * SHARED * total, FOREIGN_BYTES)):
         cause, why = "cuda_oom_shared_gpu", "another process holds much of the same GPU"
-    elif idle is not None and "request" in size and idle > size["request"]:
+    elif refused := _refused(size):
+        why = refused
+    elif idle is not None and "request" in size and idle > size["request"] > SMALL_SEGMENT_BYTES:
         cause, why = "cuda_oom_fragmentation", "reserved but unallocated memory exceeds the request"
     elif any(_OPTIMIZER.search(text) for text in _innermost(view, first)):
         cause, why = "cuda_oom_optimizer", "while the optimizer states were created"
     elif not size and _before_any_model(view, first):
         cause, why = "cuda_oom_shared_gpu", "before this run had put anything on the GPU"
+    if cause == "cuda_oom" and not why and total and "free" in size and "request" in size:
+        short = size["request"] - free - (idle or 0)
+        finding.numbers["missing_bytes"] = max(0, int(short))
+        why = f"{readable(short)} too much for {readable(total)} even with all that lies idle" if short > 0 else \
+            f"{readable(free)} free and {readable(idle or 0)} idle would hold it, but not in one piece"
     finding.cause = cause
     if why:
         finding.summary += f"; {why}"
@@ -80,6 +99,19 @@ def refine_cuda_oom(view: View, finding: Finding, items: list[Item]) -> Finding:
     if who and who not in finding.summary:
         finding.summary = f"{who}: {finding.summary}"
     return finding
+
+
+def _refused(size: dict[str, float]) -> str:
+    """Why a request cannot be a matter of room: larger than the device, above a limit, or less than what was free."""
+    request, free, allowed = size.get("request", 0.0), size.get("free", 0.0), size.get("allowed")
+    if request > size.get("total", 1e18):
+        return f"more than the whole device has ({readable(size['total'])}): look at the shape that is asked for"
+    if allowed is not None and free > request:
+        return f"this process may use no more than {readable(allowed)} (set_per_process_memory_fraction)"
+    if free - request > MARGIN * size.get("total", 1e18) and request > 0:
+        return (f"yet {readable(free)} were free on the device: the driver or a limit refused, not the capacity "
+                "(memory fraction, MIG slice, cgroup, mappings per process)")  # fmt: skip
+    return ""
 
 
 def _innermost(view: View, item: Item) -> list[str]:

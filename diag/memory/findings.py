@@ -24,6 +24,8 @@ SPLIT_SHARE, SPLIT_BYTES = 0.30, 2 << 30
 WATERMARK = 0.90
 #: Memory of the device that is not PyTorch's: context, NCCL and cuBLAS take one to three GiB. More is somebody else.
 OTHERS_SHARE = 0.15
+#: Idle without a failure: this part of what is reserved, and this part of it between live blocks, is worth a note.
+IDLE_SHARE, IDLE_SPLIT_SHARE = 1 / 3, 0.05
 POINTS_IN_JSON = 200
 
 
@@ -84,7 +86,21 @@ def _verdict(snapshot: MemorySnapshot, device: DeviceMemory) -> tuple[str, Sever
         share = 100 * device.split_bytes / device.end_reserved_bytes
         return "memory_fragmentation", "warning", f"{size(device.split_bytes)} ({share:.0f} % of what is reserved) " \
             f"lie free between live blocks, the largest of them {size(device.largest_free_bytes)}. {text}"
+    if note := _idle(device):
+        return "memory_fragmentation", "info", f"{note}. {text}"
     return "healthy", "info", text
+
+
+def _idle(device: DeviceMemory) -> str:
+    """What lies idle at the end where some of it cannot be given back; empty where that is little, or all of it can."""
+    reserved = max(device.end_reserved_bytes, 1)
+    idle = device.end_reserved_bytes - device.end_allocated_bytes - device.pending_free_bytes
+    if idle < max(SPLIT_BYTES, IDLE_SHARE * reserved) or device.split_bytes < IDLE_SPLIT_SHARE * reserved \
+            or _expandable_only(device):
+        return ""
+    return f"{size(idle)} ({100 * idle / reserved:.0f} %) of the reserved {size(reserved)} are idle: " \
+        f"{size(device.cached_bytes)} in wholly free segments, which are given back when memory runs short, and " \
+        f"{size(device.split_bytes)} between live blocks, which cannot be; no allocation failed"
 
 
 def _expandable_only(device: DeviceMemory) -> bool:
@@ -107,7 +123,7 @@ def _peak(device: DeviceMemory) -> str:
     if top := activations(device):
         parts.append(top)
     idle = device.end_reserved_bytes - device.end_allocated_bytes
-    if idle > 0.25 * max(device.end_reserved_bytes, 1) and idle > 1 << 30:
+    if not _idle(device) and idle > 0.25 * max(device.end_reserved_bytes, 1) and idle > 1 << 30:
         parts.append(f"{size(idle)} of the reserved {size(device.end_reserved_bytes)} are idle at the end: "
                      f"{size(device.cached_bytes)} in wholly free segments, {size(device.split_bytes)} between "
                      "live blocks")

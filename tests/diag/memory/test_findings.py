@@ -54,6 +54,26 @@ def test_fragmentation_and_what_expandable_segments_would_give_back(tmp_path: Pa
     assert finding["numbers"]["fragmentation_bytes"] == device.reserved - device.allocated
 
 
+def test_idle_memory_that_failed_nothing_is_a_note_where_part_of_it_is_stuck(tmp_path: Path) -> None:
+    """Wholly free segments go back when memory runs short; what lies between live blocks does not."""
+    device = Allocator()
+    drop = [device.alloc(640 * MIB, FORWARD[0]) for _ in range(3)]
+    for _ in range(40):  # 12 + 8 MiB share a segment of 20
+        drop.append(device.alloc(8 * MIB, FORWARD[1]))
+        device.alloc(9 * MIB, FORWARD[0])
+    for address in drop:
+        device.free(address)
+    status, found = report(written(tmp_path, device))
+    (finding,) = found["findings"]
+    assert (status, found["verdict"], finding["severity"], finding["role"]) == (0, "healthy", "info", "context")
+    assert finding["cause"] == "memory_fragmentation" and not finding.get("fix")
+    assert "1.9 GiB in wholly free segments" in finding["summary"] and "no allocation failed" in finding["summary"]
+    cached = Allocator()
+    for address in [cached.alloc(640 * MIB, FORWARD[0]) for _ in range(4)]:
+        cached.free(address)
+    assert report(written(tmp_path, cached, "cached.pickle"))[1]["findings"][0]["cause"] == "healthy"
+
+
 def test_demand_names_the_owner_and_what_recomputation_saves(tmp_path: Path) -> None:
     device = Allocator(1 << 30)
     for _ in range(30):
