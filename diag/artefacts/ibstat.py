@@ -42,17 +42,18 @@ def read(source: Source) -> Ibstat | Unreadable:
     with source.open() as stream:
         data = stream.read(MAX_BYTES)
     result = Ibstat(path=source.path, format=NAME, bytes=source.bytes)
-    device, adapter, firmware = "", "", ""
+    device, adapter, firmware, card = "", "", "", ""
     port: IbPort | None = None
     number = 0
     for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
         if found := _CA.match(line):
-            device, adapter, firmware, port = found[1], "", "", None
+            device, adapter, firmware, card, port = found[1], "", "", "", None
         elif found := _STATUS.match(line):
             port = IbPort(device=found[1], port=int(found[2]), lines={"port": number})
             result.ports.append(port)
         elif (found := _PORT.match(line)) and device:
-            port = IbPort(device=device, port=int(found[1]), adapter=adapter, firmware=firmware, lines={"port": number})
+            port = IbPort(device=device, port=int(found[1]), adapter=adapter, firmware=firmware, card=card or device,
+                          lines={"port": number})
             result.ports.append(port)
         elif line.startswith(("ibpanic", "ibwarn")) or "can't open" in line:
             result.failures.append((number, line.strip()[:300]))
@@ -61,6 +62,7 @@ def read(source: Source) -> Ibstat | Unreadable:
             if port is None:
                 adapter = value if key == "ca type" else adapter
                 firmware = value if key == "firmware version" else firmware
+                card = value if key == "system image guid" else card
             else:
                 _set(port, key, value, number)
     result.lines = number

@@ -1,7 +1,12 @@
-"""NCCL RAS reports as JSON (`SET FORMAT json`, NCCL 2.28.7 and newer): communicators, their ranks, who is missing."""
+"""NCCL RAS reports as JSON (`SET FORMAT json`, NCCL 2.28.7 and newer): communicators, their ranks, who is missing.
+
+NCCL 2.28.9 leaves out a comma before the `status` of a missing rank: the very reports that matter are no JSON. It is
+put back before the second try.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 import msgspec
@@ -10,6 +15,7 @@ from diag.artefacts import Artefact, Source, Unreadable
 
 NAME = "nccl-ras"
 MAX_BYTES = 256 << 20
+_NO_COMMA = re.compile(rb'("nvml_dev"\s*:\s*-?\d{1,9})(\s*"status"\s*:)')
 
 
 class Status(msgspec.Struct, kw_only=True):
@@ -69,7 +75,10 @@ def read(source: Source) -> NcclRas | Unreadable:
     with source.open() as stream:
         data = stream.read(MAX_BYTES)
     try:
-        document = msgspec.json.decode(data, type=_Document)
+        try:
+            document = msgspec.json.decode(data, type=_Document)
+        except msgspec.DecodeError:
+            document = msgspec.json.decode(_NO_COMMA.sub(rb"\1,\2", data), type=_Document)
     except (ValueError, RecursionError) as error:
         return Unreadable(path=source.path, format=NAME, bytes=source.bytes, problem=f"is no RAS report: {error}")
     return NcclRas(path=source.path, format=NAME, bytes=source.bytes, version=str(document.nccl_version),

@@ -1,4 +1,4 @@
-"""Saved output of nvidia-smi: `-q`, the default table, `-L`, `nvlink -s`, `topo -m` and `--query-gpu ... --format=csv`.
+"""Saved output of nvidia-smi: `-q`, the table, `-L`, `nvlink -s` and `-e`, `topo -m` and `-p2p`, `--query-gpu` as csv.
 
 One file may hold several of them one below the other (a capture script, a bug report), with headings and Markdown
 between. Seen: drivers 525 to 590, A10, RTX 4090, TITAN V, H100, H200 with MIG. Job scripts print such tables at the
@@ -37,6 +37,7 @@ class NvidiaSmi(Artefact):
     attached: int | None = None
     gpus: list[Gpu] = field(default_factory=list)
     topologies: list[Topology] = field(default_factory=list)
+    p2p: dict[str, str] = field(default_factory=dict)
     #: line and text of what nvidia-smi could not do
     failures: list[tuple[int, str]] = field(default_factory=list)
 
@@ -83,8 +84,8 @@ def read(source: Source) -> NvidiaSmi | Unreadable:
     for part in parts:
         for gpu in part.gpus:
             _join(found.gpus, gpu)
-    found.topologies = topo.found
-    if not (found.gpus or found.topologies or found.failures):
+    found.topologies, found.p2p = [item for item in topo.found if item.pairs or not topo.p2p], topo.p2p
+    if not (found.gpus or found.topologies or found.p2p or found.failures):
         return Unreadable(path=source.path, format=NAME, bytes=source.bytes, problem="describes no GPU")
     described = len(query.gpus)
     if query.attached is not None and described and described < query.attached:

@@ -241,10 +241,11 @@ class Table(Part):
 
 
 class Links(Part):
-    """`nvidia-smi -L` and `nvidia-smi nvlink -s`."""
+    """`nvidia-smi -L`, `nvidia-smi nvlink -s` and `nvidia-smi nvlink -e`."""
 
     _GPU = re.compile(r"^GPU (\d{1,4}): (.+?) \(UUID: (\S+?)\)$")
-    _LINK = re.compile(r"^\s+Link (\d+): (<inactive>|[\d.]+ GB/s|\S.*)$")
+    _LINK = re.compile(r"^\s+Link \d{1,3}: (<inactive>|inactive|disabled|[\d.]+ GB/s)$", re.I)
+    _ERRORS = re.compile(r"^\s+Link \d{1,3}: (Replay|Recovery|CRC|CRC FLIT|CRC Data) Errors: (\d{1,18})$", re.I)
 
     def line(self, number: int, line: str) -> bool:
         if found := self._GPU.match(line.rstrip()):
@@ -253,11 +254,19 @@ class Links(Part):
                 self.gpus.append(Gpu(index=index, name=found[2], uuid=found[3], lines={"gpu": number}))
             self._now = index
             return True
-        found = self._LINK.match(line.rstrip())
-        if found is None or not self.gpus:
+        if not self.gpus or not line[:1].isspace():
             return False
         gpu = next(gpu for gpu in self.gpus if gpu.index == self._now)
-        up = "inactive" not in found[2].lower() and "disabled" not in found[2].lower()
+        if found := self._ERRORS.match(line.rstrip()):
+            kind, count = found[1].lower(), int(found[2])
+            gpu.nvlink_errors[kind] = gpu.nvlink_errors.get(kind, 0) + count
+            if count:
+                gpu.lines.setdefault("nvlink_errors", number)
+            return True
+        found = self._LINK.match(line.rstrip())
+        if found is None:
+            return False
+        up = found[1].lower().endswith("gb/s")
         gpu.nvlinks_active = (gpu.nvlinks_active or 0) + up
         gpu.nvlinks_inactive = (gpu.nvlinks_inactive or 0) + (not up)
         if not up or "nvlinks" not in gpu.lines:
@@ -315,12 +324,15 @@ class Topology:
 
 
 class TopoReader:
-    """`nvidia-smi topo -m`, by tabs or by spaces."""
+    """`nvidia-smi topo -m`, by tabs or by spaces, and `topo -p2p`, whose cells become `p2p`."""
 
+    _PEER = {"OK": "OK", "CNS": "chipset not supported", "GNS": "GPU not supported", "TNS": "topology not supported",
+             "NS": "not supported", "DR": "disabled by registry key", "U": "unknown"}
     _CELL = re.compile(r"^(?:X|NV[0-9]{1,3}|SYS|NODE|PHB|PXB|PIX|PXN|P2C|SOC|N/A|-)$")
 
     def __init__(self) -> None:
         self.found: list[Topology] = []
+        self.p2p: dict[str, str] = {}
         self._columns: list[str] = []
 
     def line(self, number: int, line: str) -> None:
@@ -339,6 +351,11 @@ class TopoReader:
         if row is None or not self._columns or len(words) <= len(self._columns):
             return
         cells = words[1 : 1 + len(self._columns)]
+        if set(cells) - {"X"} and all(cell in self._PEER or cell == "X" for cell in cells):
+            for column, cell in zip(self._columns, cells, strict=True):
+                if cell != "X" and int(row[1]) < int(column[3:]):
+                    self.p2p[f"{int(row[1])},{int(column[3:])}"] = self._PEER[cell]
+            return
         if not all(self._CELL.match(cell) for cell in cells):
             return
         topology, index = self.found[-1], int(row[1])

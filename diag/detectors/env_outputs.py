@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from diag.artefacts import Artefact, Artefacts
 from diag.artefacts.ibstat import Ibstat
-from diag.artefacts.nccl_tests import NcclTests
+from diag.artefacts.nccl_tests import NcclTests, Run
 from diag.artefacts.nvidia_smi import NvidiaSmi
 from diag.artefacts.nvidia_smi_parts import Topology
 from diag.detectors import NotChecked, detector
@@ -28,13 +28,16 @@ LEAST_GPUS = 4
 def env_nvidia_smi(artefacts: Artefacts) -> Iterator[Finding | NotChecked]:
     """GPUs and topology of every file."""
     for item in artefacts.of(NvidiaSmi):
-        place = Place(HostFacts(gpus=item.gpus, driver=item.driver, driver_cuda=item.cuda), item.path, live=False)
+        place = Place(HostFacts(gpus=item.gpus, driver=item.driver, driver_cuda=item.cuda, p2p=item.p2p), item.path,
+                      live=False)
         for line, text in item.failures:
             lost = "device handle" in text or "lost" in text
             yield place.finding("gpu_fell_off_bus" if lost else "driver_mismatch", "error", f"nvidia-smi says: {text}",
                                 at="nvidia-smi", text=text, line=line)
         if item.gpus:
             yield from host_checks_gpu.check(place)
+        else:
+            yield from host_checks_gpu.peers(place)
         for topology in item.topologies:
             yield from odd_links(place, topology)
         yield _seen(item, _gpus(item))
@@ -87,26 +90,35 @@ def env_ibstat(artefacts: Artefacts) -> Iterator[Finding | NotChecked]:
 def env_nccl_tests(artefacts: Artefacts) -> Iterator[Finding | NotChecked]:
     """Wrong numbers, and bandwidth against the floor of the hardware, where one is known."""
     for item in artefacts.of(NcclTests):
-        place = Place(HostFacts(), item.path, live=False)
-        wrong = [row for row in item.rows if row.wrong]
-        if wrong or item.failed:
-            count = sum(row.wrong or 0 for row in wrong) or item.out_of_bounds or 0
-            yield place.finding("collective_wrong_result", "error", f"{item.operation or 'the collective'} returned "
-                                f"{count:,} wrong values", at="nccl-tests", text=f"#wrong {count}",
-                                line=wrong[0].line if wrong else None, confidence=0.95, wrong=count)
-        top = max(item.rows, key=lambda row: (row.bytes, row.bus))
-        words = f"{item.operation or 'unknown operation'} of {size(top.bytes)} on {len(item.devices)} GPUs reaches " \
-                f"{top.bus:g} GB/s (bus bandwidth)"
-        hosts, models = {host for _, host, _ in item.devices}, {name for _, _, name in item.devices}
-        floor = hardware.floor_of(models.pop(), item.operation, len(item.devices), top.bytes) \
-            if len(hosts) == 1 and len(models) == 1 else None
-        if floor is None:
-            yield NotChecked(f"bandwidth of {item.path}: floor unknown for this hardware, operation and size")
-        elif top.bus < floor.bus_bandwidth:
-            yield place.finding("bandwidth_low", "warning", f"{words}; sound {floor.model} shows at least "
-                                f"{floor.bus_bandwidth:g}", at="nccl-tests", text=f"busbw {top.bus}", line=top.line,
-                                bus_bandwidth=top.bus, floor=floor.bus_bandwidth, source=floor.source)
-        yield _seen(item, words)
+        for run in item.runs:
+            yield from nccl_run(item, run)
+
+
+def nccl_run(item: NcclTests, run: Run) -> Iterator[Finding | NotChecked]:
+    """One table."""
+    place = Place(HostFacts(), item.path, live=False)
+    wrong = [row for row in run.rows if row.wrong]
+    name = run.operation or "the collective"
+    if wrong or run.failed:
+        count = sum(row.wrong or 0 for row in wrong) or run.out_of_bounds or 0
+        words = f"{name} returned {count:,} wrong values" if wrong else \
+            f"{name} did not pass its own check ({count:,} results out of bounds)"
+        yield place.finding("collective_wrong_result", "error", words, at="nccl-tests", text=f"#wrong {count}",
+                            line=wrong[0].line if wrong else None, confidence=0.95, wrong=count)
+    top = max(run.rows, key=lambda row: (row.bytes, row.bus))
+    gpus = plural(len(run.devices), "GPU") if run.devices else "an unknown number of GPUs"
+    words = f"{run.operation or 'unknown operation'} of {size(top.bytes)} on {gpus} reaches {top.bus:g} GB/s (bus " \
+            "bandwidth)"
+    hosts, models = {host for _, host, _ in run.devices}, {name for _, _, name in run.devices}
+    floor = hardware.floor_of(models.pop(), run.operation, len(run.devices), top.bytes) \
+        if len(hosts) == 1 and len(models) == 1 else None
+    if floor is None:
+        yield NotChecked(f"bandwidth of {item.path}: floor unknown for this hardware, operation and size")
+    elif top.bus < floor.bus_bandwidth:
+        yield place.finding("bandwidth_low", "warning", f"{words}; sound {floor.model} shows at least "
+                            f"{floor.bus_bandwidth:g}", at="nccl-tests", text=f"busbw {top.bus}", line=top.line,
+                            bus_bandwidth=top.bus, floor=floor.bus_bandwidth, source=floor.source)
+    yield _seen(item, words)
 
 
 def _seen(item: Artefact, words: str) -> Finding:

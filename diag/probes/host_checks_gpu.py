@@ -15,7 +15,7 @@ from diag.detectors import NotChecked
 from diag.probes import hardware
 from diag.probes.host_facts import Gpu
 from diag.probes.host_words import GIB, Place, plural, size
-from diag.schema import Finding
+from diag.schema import Finding, Severity
 
 #: Another process that holds more than this share of a GPU, or this many bytes, will be missed.
 OTHERS_SHARE = 0.02
@@ -24,6 +24,8 @@ OTHERS_BYTES = 1 * GIB
 BUSY_PERCENT = 50
 #: So many GPUs that show the same are one finding.
 ALIKE = 3
+#: CRC errors per second below this are normal for a link (DCGM: DCGM_LIMIT_MAX_NVLINK_CRC_ERROR).
+CRC_RATE = 100.0
 #: Slowdowns that the hardware forces. A software power cap is how a GPU at full load normally runs.
 SLOWDOWNS = {"hw_thermal_slowdown": "is too hot and slowed down by its hardware",
              "hw_power_brake": "is slowed down by an external power brake",
@@ -55,7 +57,9 @@ def check(place: Place) -> Iterator[Finding | NotChecked]:
     checks = [memory_errors, slowed, links, state, *([others] if place.live else [])]
     yield from together([item for gpu in facts.gpus for one in checks for item in one(place, gpu)], len(facts.gpus))
     yield from alike(place)
+    yield from link_errors(place)
     yield from peers(place)
+    yield from redirected(place)
 
 
 def together(found: list[Finding], total: int) -> Iterator[Finding]:
@@ -217,6 +221,50 @@ def alike(place: Place) -> Iterator[Finding]:
             yield place.finding("hosts_differ", "warning", f"{word} of {names}; the other {count} GPUs: {usual}",
                                 at="NVML", text=f"{word}: {names}; usual {usual}", line=odd[0].lines.get(key),
                                 gpus=[short_bus(gpu.bus_id) or str(gpu.index) for gpu in odd], confidence=0.8)
+
+
+def link_errors(place: Place) -> Iterator[Finding]:
+    """NVLink errors that are counted right now; then those since the driver was loaded, against the host's other GPUs.
+
+    The limits are those of NVIDIA's DCGM (dcgm_gpu_hardware_limits.h): any replay or recovery, CRC errors from 100 per
+    second. Counts of long ago are a warning only where most GPUs of the host have none.
+    """
+    gpus = [gpu for gpu in place.facts.gpus if gpu.nvlink_errors]
+    clean = sum(not _retried(gpu) for gpu in gpus)
+    for gpu in gpus:
+        now = {kind: rate for kind, rate in gpu.nvlink_error_rates.items()
+               if rate >= CRC_RATE or (rate > 0 and not kind.startswith("crc"))}
+        counts = ", ".join(f"{kind} {count:,}" for kind, count in gpu.nvlink_errors.items() if count)
+        if now:
+            words = ", ".join(f"{kind} {rate:,.0f} per second" for kind, rate in now.items())
+            yield _say(place, gpu, "nvlink_error", "warning", f"counts NVLink errors now: {words}", "nvlink_errors",
+                       counts, rates=now)
+        elif _retried(gpu):
+            odd = len(gpus) >= ALIKE and clean > len(gpus) // 2
+            others = f", {clean} of its {len(gpus) - 1} peers none" if odd else ""
+            yield _say(place, gpu, "nvlink_error", "warning" if odd else "info", f"had NVLink errors since the driver "
+                       f"was loaded ({counts}){others}", "nvlink_errors", counts, confidence=0.6)
+
+
+def _retried(gpu: Gpu) -> int:
+    return gpu.nvlink_errors.get("replay", 0) + gpu.nvlink_errors.get("recovery", 0)
+
+
+def redirected(place: Place) -> Iterator[Finding | NotChecked]:
+    """PCIe access control services: NCCL's troubleshooting guide wants them off on bare metal."""
+    facts = place.facts
+    if (facts.gpus_on_bus or 0) < 2:
+        return
+    if "acs" in facts.notes:
+        yield NotChecked(f"PCIe ACS: {facts.notes['acs']}")
+    if facts.acs:
+        bridges = list(facts.acs)
+        severity: Severity = "info" if facts.virtual else "warning"
+        yield place.finding("p2p_acs_iommu", severity, f"PCIe ACS sends transfers between devices through the "
+                            f"processor at {plural(len(bridges), 'bridge')} above GPUs "
+                            f"({', '.join(bridges[:4])}): slow, or hanging, GPU to GPU and GPU to adapter",
+                            at="/sys/bus/pci/devices", confidence=0.7, bridges=len(bridges),
+                            text="; ".join(f"{bridge}: {what}" for bridge, what in list(facts.acs.items())[:4]))
 
 
 def peers(place: Place) -> Iterator[Finding]:

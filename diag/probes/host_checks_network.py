@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from diag.detectors import NotChecked
 from diag.probes.host_facts import IbPort
 from diag.probes.host_words import Place, plural
-from diag.schema import Finding
+from diag.schema import Finding, Severity
 
 #: A name server that needs this long is felt by every rank's start.
 SLOW_NAME = 0.5
@@ -34,37 +34,41 @@ def ports(place: Place, found: list[IbPort]) -> Iterator[Finding]:
     """State and rate of InfiniBand and RoCE ports, each against its peers.
 
     A port that is Down and was disabled on purpose looks like a broken one; where other ports of the same adapter
-    model are up, it is reported, and polling or a lower rate is always a fault of the link.
+    model and link layer are up, it is reported. The second port of a card whose first is up often has no cable.
     """
     active = [port for port in found if port.state == "Active"]
     if not active:
         states = ", ".join(f"{port.device}/{port.port} {port.state or 'unknown'}" for port in found[:4])
         yield place.finding("ib_link_error", "error", f"no port of {plural(len(found), 'adapter port')} is active "
-                            f"({states})", at="/sys/class/infiniband", text=states, line=_line(found[0], "state"))
+                            f"({states}){_why(found[0])}", at="/sys/class/infiniband", text=states,
+                            line=_line(found[0], "state"))
         return
     for port in found:
         if port.state == "Active":
             continue
-        alike = [other for other in active if other.adapter == port.adapter] if port.adapter else active
+        alike = [other for other in active if other.adapter == port.adapter and
+                 (not port.link_layer or other.link_layer in ("", port.link_layer))]
+        sibling = next((other for other in alike if port.card and other.card == port.card), None)
         where = f"{port.device} port {port.port}"
         physical = f", physical state {port.physical_state}" if port.physical_state else ""
-        if port.physical_state == "Disabled" and not alike:
+        severity: Severity = "warning"
+        peers = f"{plural(len(alike), 'port')} like it {'is' if len(alike) == 1 else 'are'} active"
+        if sibling is not None:
+            severity, peers = "info", f"the other port of its card ({sibling.device}/{sibling.port}) is active: not " \
+                                      "cabled, or broken"
+        elif port.physical_state == "Disabled" and not alike:
             severity = "info"  # an adapter of another kind (management, storage) that nobody uses
-        else:
-            severity = "warning"
-        cable = " (no link partner: cable, transceiver or switch port)" if port.physical_state == "Polling" else ""
-        yield place.finding("ib_link_error", severity, f"{where} is {port.state or 'not active'}{physical}{cable}; "  # type: ignore[arg-type]
-                            f"{plural(len(alike), 'port')} like it {'is' if len(alike) == 1 else 'are'} active",
-                            at=f"/sys/class/infiniband/{port.device}", text=f"state {port.state}{physical}",
-                            line=_line(port, "state"), device=port.device)
+        yield place.finding("ib_link_error", severity, f"{where} is {port.state or 'not active'}{physical}"
+                            f"{_why(port)}; {peers}", at=f"/sys/class/infiniband/{port.device}",
+                            text=f"state {port.state}{physical}", line=_line(port, "state"), device=port.device)
     groups: dict[tuple[str, str], list[IbPort]] = {}
     for port in active:
         groups.setdefault((port.adapter, port.link_layer), []).append(port)
     for members in groups.values():
         rates = Counter(port.rate for port in members if port.rate)
         top, count = max(rates.items(), default=(0, 0))
-        if len(rates) < 2 or count <= sum(rates.values()) // 2:
-            continue  # ports of one adapter model at two rates by design cannot be told from a fault
+        if len(rates) < 2 or 3 * count < 2 * sum(rates.values()):
+            continue  # ports of one adapter model on two fabrics by design cannot be told from a fault
         for port in members:
             if port.rate and port.rate < top:
                 yield place.finding("ib_link_error", "warning", f"{port.device} port {port.port} runs at "
@@ -72,6 +76,15 @@ def ports(place: Place, found: list[IbPort]) -> Iterator[Finding]:
                                     at=f"/sys/class/infiniband/{port.device}", text=f"rate {port.rate:g}",
                                     line=_line(port, "rate"), device=port.device, rate=port.rate)
     yield from counters(place, active)
+
+
+def _why(port: IbPort) -> str:
+    """What the state of a port that is not active says of the reason."""
+    if port.physical_state == "Polling":
+        return " (no link partner: cable, transceiver or switch port)"
+    if port.state.lower().startswith(("init", "armed")):
+        return " (the link is up and no subnet manager has brought it into use)"
+    return ""
 
 
 def counters(place: Place, active: list[IbPort]) -> Iterator[Finding]:

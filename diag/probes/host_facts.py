@@ -63,8 +63,10 @@ class Gpu(_Fact):
     pcie_replays: int | None = None
     nvlinks_active: int | None = None
     nvlinks_inactive: int | None = None
-    #: errors of all links by kind: replay, recovery, crc
+    #: errors of all links since the driver was loaded, by kind: replay, recovery, crc flit, crc data
     nvlink_errors: dict[str, int] = {}
+    #: by the same kinds, per second, those that were counted while the host was looked at
+    nvlink_error_rates: dict[str, float] = {}
     #: None, Reset, Reboot, Drain P2P, Drain and Reset
     recovery_action: str = ""
     reset_required: bool | None = None
@@ -86,6 +88,8 @@ class IbPort(_Fact):
     rate: float | None = None
     link_layer: str = ""
     adapter: str = ""
+    #: system image GUID: the ports of one card share it, also where each is a device of its own
+    card: str = ""
     firmware: str = ""
     counters: dict[str, int] = {}
     lines: dict[str, int] = {}
@@ -218,6 +222,10 @@ class HostFacts(_Fact):
     gpus: list[Gpu] = []
     #: peer access between GPUs: row, column -> "OK" or why not
     p2p: dict[str, str] = {}
+    #: PCI bridges above GPUs that redirect peer traffic -> what they redirect
+    acs: dict[str, str] = {}
+    #: whether this is a virtual machine
+    virtual: bool | None = None
     shm_total: int | None = None
     shm_free: int | None = None
     shm_leftovers: int | None = None
@@ -232,7 +240,13 @@ class HostFacts(_Fact):
     storage: Storage | None = None
     nics: list[Nic] = []
     ib: list[IbPort] = []
+    #: of the environment and of NCCL's own files, as NCCL sees them; `variable_files`: those that a file sets, by file
     variables: dict[str, str] = {}
+    variable_files: dict[str, str] = {}
+    #: values that a file of NCCL sets and the environment overrides: name -> "value (file)"
+    overridden: dict[str, str] = {}
+    #: lines of NCCL's files that set nothing it reads: "file: line"
+    conf_odd: list[str] = []
     names: list[Resolution] = []
     port: Port | None = None
     clock: Clock | None = None

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diag.probes import host_gpu, host_network, host_software, host_storage, host_system
+from diag.probes import host_gpu, host_network, host_pci, host_software, host_storage, host_system
 from diag.probes.host_facts import HostFacts, Mount, Storage
 
 #: How long the parts that ask subprocesses and resolvers may take together, beside the write probe's own limit.
@@ -37,6 +37,7 @@ def gather(path: str | None = None, *, root: Path = Path("/"), environ: Mapping[
     for job in jobs:
         job.start()
     _part(facts, "gpus", host_gpu.gather, facts, nvml, root)
+    _part(facts, "PCI", host_pci.gather, facts, root)
     _part(facts, "system", host_system.gather, facts, root)
     facts.nics, facts.ib = host_network.interfaces(root), host_network.ib_ports(root)
     facts.clock = host_system.clock()

@@ -5,8 +5,10 @@ Every call may be unsupported on a given card, driver or container: what is not 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ MAX_NVLINKS = 18
 
 def gather(facts: HostFacts, nvml: Any = None, root: Path = Path("/")) -> None:
     """Fill what `facts` says of GPUs and their driver; `facts.notes["gpus"]` when there is nothing to ask."""
+    begun = time.monotonic()
     facts.gpus_on_bus = on_bus(root)
     facts.kernel_module = kernel_module(root)
     if nvml is None:
@@ -56,6 +59,7 @@ def gather(facts: HostFacts, nvml: Any = None, root: Path = Path("/")) -> None:
             handles.append((index, handle))
             facts.gpus.append(gpu(nvml, index, handle))
         _peers(facts, nvml, handles)
+        _rising(facts, nvml, dict(handles), time.monotonic() - begun)
         facts.gpus.sort(key=lambda item: item.index)
     finally:
         _ask(nvml, nvml.nvmlShutdown)
@@ -64,11 +68,7 @@ def gather(facts: HostFacts, nvml: Any = None, root: Path = Path("/")) -> None:
 def gpu(nvml: Any, index: int, handle: Any) -> Gpu:
     """One GPU, as far as NVML answers."""
     found = Gpu(index=index)
-
-    def ask(name: str, *arguments: Any) -> Any:
-        function = getattr(nvml, name, None)
-        return None if function is None else _ask(nvml, function, handle, *arguments)
-
+    ask = functools.partial(_by_name, nvml, handle)
     found.name, found.uuid = _text(ask("nvmlDeviceGetName")), _text(ask("nvmlDeviceGetUUID"))
     pci = ask("nvmlDeviceGetPciInfo")
     found.bus_id = _text(getattr(pci, "busId", ""))
@@ -128,11 +128,29 @@ def _links(found: Gpu, ask: Callable[..., Any]) -> None:
     if not states:
         return
     found.nvlinks_active, found.nvlinks_inactive = sum(states), len(states) - sum(states)
+    found.nvlink_errors = _link_errors(ask, len(states))
+
+
+def _link_errors(ask: Callable[..., Any], links: int) -> dict[str, int]:
+    """Counts over all links by kind; kinds that the card does not count are absent."""
+    found = {}
     for code, kind in ((0, "replay"), (1, "recovery"), (2, "crc flit"), (3, "crc data")):
-        counts = [ask("nvmlDeviceGetNvLinkErrorCounter", link, code) for link in range(len(states))]
+        counts = [ask("nvmlDeviceGetNvLinkErrorCounter", link, code) for link in range(links)]
         known = [int(count) for count in counts if isinstance(count, int)]
         if known:
-            found.nvlink_errors[kind] = sum(known)
+            found[kind] = sum(known)
+    return found
+
+
+def _rising(facts: HostFacts, nvml: Any, handles: dict[int, Any], seconds: float) -> None:
+    """A second look at the GPUs with link errors: are they of long ago, or happening now?"""
+    for item in facts.gpus:
+        if not any(item.nvlink_errors.values()) or item.index not in handles:
+            continue
+        ask = functools.partial(_by_name, nvml, handles[item.index])
+        after = _link_errors(ask, (item.nvlinks_active or 0) + (item.nvlinks_inactive or 0))
+        item.nvlink_error_rates = {kind: (count - item.nvlink_errors[kind]) / max(seconds, 1e-3)
+                                   for kind, count in after.items() if count > item.nvlink_errors.get(kind, count)}
 
 
 def _fabric(found: Gpu, nvml: Any, handle: Any) -> None:
@@ -185,13 +203,18 @@ def _peers(facts: HostFacts, nvml: Any, handles: list[tuple[int, Any]]) -> None:
                     facts.p2p[f"{row},{column}"] = _P2P.get(status, "unknown")
 
 
-def on_bus(root: Path = Path("/")) -> int | None:
-    """NVIDIA GPUs (display or 3D controllers) on the PCI bus, which the kernel knows without any driver."""
+def gpu_folders(root: Path = Path("/")) -> list[Path]:
+    """The sysfs folders of NVIDIA GPUs (display or 3D controllers), which the kernel knows without any driver."""
     try:
         devices = sorted((root / "sys/bus/pci/devices").iterdir())
     except OSError:
-        return None
-    return sum(_read(d / "vendor") == "0x10de" and _read(d / "class")[:4] == "0x03" for d in devices)
+        return []
+    return [d for d in devices if _read(d / "vendor") == "0x10de" and _read(d / "class")[:4] == "0x03"]
+
+
+def on_bus(root: Path = Path("/")) -> int | None:
+    """How many NVIDIA GPUs are on the PCI bus; None where there is none to look at."""
+    return len(gpu_folders(root)) if (root / "sys/bus/pci/devices").is_dir() else None
 
 
 def kernel_module(root: Path = Path("/")) -> str:
@@ -215,6 +238,12 @@ def _ask(nvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     except (nvml.NVMLError, UnicodeDecodeError):
         return None
+
+
+def _by_name(nvml: Any, handle: Any, name: str, *arguments: Any) -> Any:
+    """The answer of the function `name`, which this library may not have."""
+    function = getattr(nvml, name, None)
+    return None if function is None else _ask(nvml, function, handle, *arguments)
 
 
 def _text(value: Any) -> str:

@@ -67,7 +67,7 @@ def ib_ports(root: Path = Path("/")) -> list[IbPort]:
                                 physical_state=_after_colon(_text(port / "phys_state")),
                                 rate=_float(rate), link_layer=_text(port / "link_layer"),
                                 adapter=_text(device / "hca_type"), firmware=_text(device / "fw_ver"),
-                                counters=counters))
+                                card=_text(device / "sys_image_guid") or device.name, counters=counters))
     return found
 
 

@@ -23,6 +23,8 @@ VARIABLE_PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "PYTORCH_", "TORCHELASTIC_", "C
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "LD_LIBRARY_PATH", "LD_PRELOAD",
              "TMPDIR", "HOME", "PYTHONPATH", "PYTHONNOUSERSITE", "NVIDIA_VISIBLE_DEVICES", "SLURM_JOB_ID",
              "SLURM_NTASKS", "HF_HOME", "XDG_CACHE_HOME", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+#: Of a file of NCCL that is read; they hold a few lines.
+CONF_BYTES = 64 << 10
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIAL", re.I)
 
 
@@ -37,6 +39,7 @@ def gather(facts: HostFacts, environ: Mapping[str, str], root: Path = Path("/"))
                 _torch(facts, item)
     facts.nccl_libraries = nccl_libraries(environ, root)
     facts.variables = variables(environ)
+    nccl_conf(facts, environ, root)
 
 
 def _name(item: importlib.metadata.Distribution) -> str:
@@ -98,6 +101,42 @@ def _version(path: Path) -> str:
         name = path.name
     found = re.search(r"libnccl\.so\.(\d+\.\d+\.\d+)", name)
     return found[1] if found else ""
+
+
+def nccl_conf(facts: HostFacts, environ: Mapping[str, str], root: Path = Path("/")) -> None:
+    """Variables from NCCL's files, as NCCL's setEnvFile (src/misc/param.cc) reads them: nothing is trimmed.
+
+    The environment wins; then the file that NCCL_CONF_FILE names, or ~/.nccl.conf of the user; then /etc/nccl.conf.
+    """
+    own = environ.get("NCCL_CONF_FILE", "")
+    names = [Path(own)] if own else [root / str(home).lstrip("/") / ".nccl.conf"] if (home := _home()) else []
+    if own and not Path(own).is_file():
+        facts.conf_odd.append(f"{own}: no such file (NCCL_CONF_FILE)")
+    for path in (*names, root / "etc/nccl.conf"):
+        try:
+            with path.open("rb") as stream:
+                text = stream.read(CONF_BYTES).decode("utf-8", "replace")
+        except OSError:
+            continue
+        for line in text.split("\n"):
+            name, equals, value = line.partition("=")
+            if line.startswith("#") or not line.strip() or _SECRET.search(line):
+                continue
+            if not equals or not re.fullmatch(r"[A-Z0-9_]+", name):
+                facts.conf_odd.append(f"{path}: {line[:80]}")
+            elif name not in facts.variables:
+                facts.variables[name], facts.variable_files[name] = value[:1023], str(path)
+            elif name not in facts.variable_files and value != facts.variables[name]:
+                facts.overridden.setdefault(name, f"{value[:80]} ({path})")
+
+
+def _home() -> str:
+    try:
+        import pwd
+
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except (ImportError, KeyError):
+        return ""
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -68,9 +68,32 @@ def check(place: Place) -> Iterator[Finding]:
             yield _say(place, name, value, "warning", f"is not a value that is understood (legal: {legal})",
                        "bad value", f"Correct or unset {name}.")
         yield from ruled(place, name, value)
+    yield from files(place)
     yield from contradictions(place)
     yield from allocator(place)
     yield from devices(place)
+
+
+def files(place: Place) -> Iterator[Finding]:
+    """NCCL's own configuration files: lines without effect, and what they add to the environment or lose to it."""
+    facts = place.facts
+    for odd in facts.conf_odd:
+        path, _, line = odd.partition(": ")
+        absent = line.startswith("no such file")
+        words = "names a file that does not exist; NCCL says nothing and reads ~/.nccl.conf neither" if absent else \
+            "sets nothing that NCCL reads: it takes NAME=VALUE literally, without spaces, quotes or export"
+        shown = f"NCCL_CONF_FILE={path}" if absent else f"{path}: {line!r}"
+        yield place.finding("env_variable", "warning", f"{shown} {words}", at=path, text=line, confidence=0.85,
+                            fix=[f"Correct or remove {path}."], kind="nccl.conf")
+    for name, value in facts.overridden.items():
+        yield place.finding("env_variable", "info", f"{name}={facts.variables.get(name, '')[:80]} of the environment "
+                            f"counts, not {value}", at=name, text=value, variable=name, kind="overridden")
+    if facts.variable_files:
+        names = ", ".join(f"{name}={facts.variables[name][:40]}" for name in list(facts.variable_files)[:4])
+        more = f" and {len(facts.variable_files) - 4} more" if len(facts.variable_files) > 4 else ""
+        paths = " and ".join(dict.fromkeys(facts.variable_files.values()))
+        yield place.finding("env_variable", "info", f"NCCL also reads {paths}: {names}{more}", at=paths, text=names,
+                            kind="nccl.conf")
 
 
 def unknown(place: Place, name: str, value: str, names: set[str]) -> Finding:
@@ -163,5 +186,7 @@ def devices(place: Place) -> Iterator[Finding]:
 
 def _say(place: Place, name: str, value: str, severity: Severity, words: str, kind: str, fix: str, *,
          confidence: float = 0.9, **numbers: Any) -> Finding:
-    return place.finding("env_variable", severity, f"{name}={value[:80]} {words}", at=name, text=f"{name}={value}",
-                         fix=[fix], confidence=confidence, variable=name, kind=kind, **numbers)
+    path = place.facts.variable_files.get(name, "")
+    source = f" (in {path})" if path else ""
+    return place.finding("env_variable", severity, f"{name}={value[:80]}{source} {words}", at=path or name,
+                         text=f"{name}={value}", fix=[fix], confidence=confidence, variable=name, kind=kind, **numbers)

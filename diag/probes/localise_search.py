@@ -97,7 +97,7 @@ class Search:
         pairs = self._confirm() if self.round >= self.screening else []
         reserve = 0 if self.round < self.screening else RESERVE
         while not pairs and self._turn < len(self._order) and self.round < self.budget - reserve:
-            pairs = [pair for pair in pairs_of(self.n, self._order[self._turn]) if not self.lost.intersection(pair)]
+            pairs = self._living(pairs_of(self.n, self._order[self._turn]))
             self._turn += 1
         self.round += bool(pairs)
         return pairs
@@ -117,6 +117,20 @@ class Search:
         met = {frozenset((f.source, f.target)) for f in self.flows
                if f.source not in self.lost and f.target not in self.lost}
         return living * (living - 1) // 2 - len(met)
+
+    def _living(self, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """`pairs` without the lost; those whose partners they were meet each other, the strangest first."""
+        if not self.lost:
+            return pairs
+        whole = [pair for pair in pairs if not self.lost.intersection(pair)]
+        idle = sorted({end for pair in pairs for end in pair if self.lost.intersection(pair)} - self.lost)
+        met = Counter(frozenset((flow.source, flow.target)) for flow in self.flows)
+        while len(idle) > 1:
+            a = idle.pop(0)
+            b = min(idle, key=lambda end: met[frozenset((a, end))])  # noqa: B023 - called at once
+            idle.remove(b)
+            whole.append((a, b))
+        return whole
 
     def _confirm(self) -> list[tuple[int, int]]:
         """Suspects against partners that look sound; everybody else is busy too, so that the conditions are equal."""

@@ -28,6 +28,8 @@ def run(paths: tuple[str, ...], output: Output, given: dict[str, Any]) -> int:
 
     shown = Shown(output, _target("--save", given["save"], output), _target("--png", given["png"], output))
     if given["png"]:
+        if not ask.mode:
+            raise UsageError("--png draws links: add --quick or --thorough")
         from diag.probes.comm.picture import need_matplotlib
 
         need_matplotlib()

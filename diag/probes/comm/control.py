@@ -85,6 +85,11 @@ def _stat(pid: int) -> tuple[str, str]:
         return "", ""
 
 
+def process_state(pid: int) -> str:
+    """The state letter of a process as /proc gives it (R, S, D, T, Z, ...); empty when there is none."""
+    return _stat(pid)[0]
+
+
 class _Seen:
     """The last beat of one rank and since when it has not changed."""
 

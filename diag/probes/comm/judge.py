@@ -140,6 +140,11 @@ def named(row: Row) -> str:
     return f"{row.operation} of {size_words(row.bytes)} {place}"
 
 
+def time_words(seconds: float) -> str:
+    """ "35.4 ms", "412 µs"."""
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+
+
 def _where(row: Row) -> Where:
     return Where(group=None if row.group == "world" else row.group)
 
@@ -152,7 +157,7 @@ def summary(probe: Probe) -> str:
     if reduces:
         top, low = max(reduces, key=lambda row: row.bytes), min(reduces, key=lambda row: row.bytes)
         parts.append(f"{named(top)} {top.busbw:.3g} GB/s (busbw)")
-        parts.append(f"of {size_words(low.bytes)} {low.median_seconds * 1e6:.4g} µs")
+        parts.append(f"of {size_words(low.bytes)} {time_words(low.median_seconds)}")
     if probe.links:
         rates = sorted(link.bytes_per_second for link in probe.links)
         parts.append(f"{plural(len(rates), 'link')} in {plural(probe.rounds, 'round')}: median "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from html import escape
 from pathlib import Path
 
@@ -67,10 +68,11 @@ def need_matplotlib() -> None:
 
 
 def png(probe: Probe, path: Path) -> None:
-    """Draw the links. Raises UsageError without links, or when the file cannot be written."""
+    """Draw the links, or say on stderr that there are none. Raises UsageError when the file cannot be written."""
     need_matplotlib()
-    if not probe.links:
-        raise UsageError("--png draws links and none were measured; add --quick or --thorough")
+    if not probe.links:  # it ended before them, or is a saved one without
+        print("pdtrain: --png draws links and none were measured: not written", file=sys.stderr)
+        return
     import matplotlib
 
     matplotlib.use("Agg")

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -21,6 +21,7 @@ from diag.errors import MissingExtra, PdtrainError, UsageError
 from diag.probes.comm.ask import Ask
 from diag.probes.comm.control import TICK, Control, Verdict, identity, speaker
 from diag.probes.comm.records import Probe
+from diag.probes.comm.watch import watched
 from diag.probes.comm.work import Work
 
 #: Seconds that a rank waits for another to print the report, and that an interrupted one waits for a reason.
@@ -35,6 +36,15 @@ class Shown:
     output: Output
     save: str | None = None
     png: str | None = None
+
+    def printed(self) -> Shown:
+        """The same without files."""
+        files = {"--save": self.save, "--png": self.png, "--html": self.output.html, "--md": self.output.markdown,
+                 "--output": self.output.file}
+        left = [option for option, name in files.items() if name not in (None, "-")]
+        if left:
+            print(f"pdtrain: {', '.join(left)} not written on this host, which knows a part only", file=sys.stderr)
+        return Shown(Output(json=self.output.json))
 
 
 def job() -> tuple[int, int] | None:
@@ -57,7 +67,11 @@ def run_rank(ask: Ask, shown: Shown) -> int | None:
     place = job()
     if place is None or place[1] < 2:
         raise UsageError("a probe needs at least two ranks: --nproc 2 starts them here, torchrun on several hosts")
-    rank, world = place
+    with watched(ask.timeout):
+        return _run_rank(ask, shown, *place)
+
+
+def _run_rank(ask: Ask, shown: Shown, rank: int, world: int) -> int | None:
     try:
         import torch
     except ImportError:
@@ -145,6 +159,7 @@ def _give_up(work: Work, control: Control, shown: Shown, rank: int, world: int) 
     if verdict.kind == "store" or guilty >= local | {rank}:  # cut off: nobody else can be told, nobody else is heard
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         talks = rank == 0 or local_rank == int(rank == local_rank)  # beside rank 0 the next one: it may be what is lost
+        shown = shown if rank == 0 else shown.printed()  # never over the files of those who know more
     else:
         talks = rank == speaker(world, verdict.lost)
     status: int | None = None
@@ -164,11 +179,13 @@ def _give_up(work: Work, control: Control, shown: Shown, rank: int, world: int) 
 
 
 def _end_stopped(verdict: Verdict, control: Control) -> None:
-    """End stopped ranks that `--nproc` started here: the launcher would wait half a minute for each."""
+    """End stopped ranks of this host: a launcher would wait half a minute for each."""
     for item in verdict.lost:
         known = control.identities.get(item.rank)
-        if "PDTRAIN_COMM_STATUS" in os.environ and known is not None and known.alive_as(control.me):
-            os.kill(known.pid, signal.SIGKILL)
+        ours = item.how == "stopped" or "PDTRAIN_COMM_STATUS" in os.environ  # those that --nproc started here
+        if ours and known is not None and known.alive_as(control.me):
+            with suppress(OSError):
+                os.kill(known.pid, signal.SIGKILL)
 
 
 def _leave(status: int | None) -> NoReturn:

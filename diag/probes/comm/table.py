@@ -19,16 +19,22 @@ MAX_GROUPS = 4
 
 def text(probe: Probe, width: int = 80) -> str:
     """Every table of `probe`, ending in an empty line."""
-    return "\n".join(line[:max(width, 40)] for line in _lines(probe)) + "\n\n"
+    return "\n".join(line[:max(width, 40)] for line in _lines(probe, max(width, 40))) + "\n\n"
 
 
-def _lines(probe: Probe) -> Iterator[str]:
+def _lines(probe: Probe, width: int) -> Iterator[str]:
     places: dict[str, list[int]] = {}
     for rank, host in enumerate(probe.hosts):
         places.setdefault(host, []).append(rank)
-    shown = ", ".join(f"{printable(host)} ({rank_list(ranks)})" for host, ranks in list(places.items())[:4])
-    more = f" and {len(places) - 4} more hosts" if len(places) > 4 else ""
-    yield f"# {plural(probe.world, 'rank')}, {printable(probe.backend)}, torch {printable(probe.torch)}: {shown}{more}"
+    first = f"# {plural(probe.world, 'rank')}, {printable(probe.backend)}, torch {printable(probe.torch)}: "
+    hosts = [f"{printable(host)} ({rank_list(ranks)})" for host, ranks in places.items()]
+    for count in range(len(hosts), -1, -1):  # as many as have room
+        left = len(hosts) - count
+        more = f"{' and ' if count else ''}{plural(left, 'more host' if count else 'host')}" if left else ""
+        line_ = first + ", ".join(hosts[:count]) + more
+        if len(line_) <= width:
+            break
+    yield line_
     tables: dict[tuple[str, str], list[Row]] = {}
     for row in probe.rows:
         tables.setdefault((row.group, row.operation), []).append(row)

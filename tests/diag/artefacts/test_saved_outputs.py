@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -169,6 +170,24 @@ def test_topology_with_escapes_and_an_odd_pair() -> None:
     assert alarms(read(topo(2, p01="PHB"))) == []  # without NVLink anywhere, nothing is odd
 
 
+def test_nvlink_errors_and_peer_access() -> None:
+    def errors(replays: int) -> str:
+        return "".join(f"GPU {k}: NVIDIA H100 80GB HBM3 (UUID: GPU-{k:08x})\n" + "".join(
+            f"\t Link {i}: Replay Errors: {replays if (k, i) == (2, 3) else 0}\n\t Link {i}: Recovery Errors: 0\n"
+            f"\t Link {i}: CRC Errors: 0\n\n" for i in range(18)) for k in range(4))
+
+    sound = read(errors(0))
+    assert isinstance(sound, NvidiaSmi) and alarms(sound) == []
+    assert sound.gpus[0].nvlinks_active is None, "lines of errors are no links"
+    (bad,) = alarms(read(errors(4210)))
+    assert bad.cause == "nvlink_error" and "GPU 2" in bad.summary and "replay 4,210" in bad.summary
+    assert bad.evidence[0].line is not None
+    matrix = " \tGPU0\tGPU1\tGPU2\n GPU0\tX\tOK\tCNS\n GPU1\tOK\tX\tOK\n GPU2\tCNS\tOK\tX\n"
+    (pair,) = alarms(read(matrix))
+    assert pair.cause == "p2p_acs_iommu" and "0,2: chipset not supported" in pair.evidence[0].text
+    assert alarms(read(matrix.replace("CNS", "OK"))) == [] == alarms(read(matrix.replace("OK", "CNS")))
+
+
 def test_a_runs_log_that_begins_with_the_table_stays_a_log() -> None:
     text = TABLE.format(ecc=0) + "[2026-01-01 10:00:00] starting\nn1:12:34 [0] NCCL INFO Bootstrap : Using eth0\n"
     reader = recognise(memory_source(text.encode(), "job.out"))
@@ -194,6 +213,11 @@ def test_ibstat() -> None:
     (slow,) = alarms(read(whole + port("mlx5_4", rate=200)))
     assert "200 Gb/s" in slow.summary
     assert alarms(read(whole + port("mlx5_4", "Down", "Disabled", 40, "MT4125"))) == []  # another kind, switched off
+    card = "\tSystem image GUID: 0xab\n\tPort 1:"
+    pair = [text.replace("\tPort 1:", card) for text in (port("mlx5_5"), port("mlx5_6", "Down", "Disabled", 40))]
+    assert alarms(read(whole + "".join(pair))) == []  # the second port of a card, not cabled
+    (waits,) = alarms(read(port("mlx5_0", "Initializing")))
+    assert waits.severity == "error" and "subnet manager" in waits.summary
     (panic,) = alarms(read(whole + "ibpanic: [7] main: stat of IB device 'mlx5_8' failed: No such file or directory\n"))
     assert panic.cause == "ib_hca_failure"
 
@@ -218,7 +242,9 @@ def table(bus: float, wrong: int = 0, model: str = "NVIDIA H100 80GB HBM3", rank
 
 def test_nccl_tests_table() -> None:
     item = read(table(480.0))
-    assert isinstance(item, NcclTests) and item.operation == "all_reduce" and len(item.rows) == 2 and alarms(item) == []
+    assert isinstance(item, NcclTests) and alarms(item) == []
+    (run,) = item.runs
+    assert run.operation == "all_reduce" and len(run.rows) == 2
     (low,) = alarms(read(table(210.0)))
     assert low.cause == "bandwidth_low" and low.numbers["floor"] == 460.0 and low.evidence[0].line == 13
     (bad,) = alarms(read(table(480.0, wrong=5)))
@@ -229,6 +255,40 @@ def test_hardware_without_a_floor_is_not_judged() -> None:
     said = list(env_nccl_tests(Artefacts([read(table(3.0, model="Some Card 9000"))])))
     assert any(isinstance(item, NotChecked) and "floor unknown" in item.reason for item in said)
     assert alarms(read(table(3.0, ranks=4))) == []
+
+
+OLD = """Running: LD_PRELOAD=/opt/nccl/lib/libnccl.so.2 ./build/all_gather_perf -b 4G -e 4G -g 4
+# nThread 1 nGpus 4 minBytes 4294967296 maxBytes 4294967296 step: 2(factor) warmup iters: 5 iters: 20 validation: 1
+#
+# Using devices
+#   Rank  0 Pid  8185 on      n1 device  0 [0x0c] Tesla V100-SXM2-32GB
+#
+#       size         count    type     time   algbw   busbw  error     time   algbw   busbw  error
+  4294967296     134217728   float    29122  129.05  129.05  1e+00    29169  128.84  128.84  1e+00
+# Out of bounds values : 2 FAILED
+# Avg bus bandwidth    : 128.942
+Running: LD_PRELOAD=/opt/nccl/lib/libnccl.so.2 ./build/all_reduce_perf -b 32M -e 32M -g 4
+# nThread 1 nGpus 4 minBytes 33554432 maxBytes 33554432 step: 2(factor) warmup iters: 5 iters: 20 validation: 1
+#   Rank  0 Pid  8186 on      n1 device  0 [0x0c] Tesla V100-SXM2-32GB
+#       size         count    type   redop     time   algbw   busbw  error     time   algbw   busbw  error
+n1:195:195 [0] NCCL INFO Launch mode Parallel
+    33554432       8388608   float     sum    19902    1.69    2.53  2e-07    19898    1.69    2.53  2e-07
+# Out of bounds values : 0 OK
+Running: ./build/broadcast_perf
+# nThread 1 nGpus 4 minBytes 8 maxBytes 8
+#       size         count    type    root     time   algbw   busbw  error     time   algbw   busbw  error
+[1,0]<stdout>:           8             2   float       0    59.75    0.00    0.00    N/A    59.96    0.00    0.00  N/A
+"""
+
+
+def test_tables_of_old_versions_and_several_in_one_file() -> None:
+    item = read(OLD)
+    assert isinstance(item, NcclTests)
+    assert [(run.operation, len(run.rows), len(run.devices)) for run in item.runs] == \
+        [("all_gather", 2, 1), ("all_reduce", 2, 1), ("broadcast", 2, 0)]
+    assert [row.bus for row in item.runs[1].rows] == [2.53, 2.53] and item.runs[1].rows[0].wrong is None
+    (bad,) = alarms(item)
+    assert bad.cause == "collective_wrong_result" and "all_gather" in bad.summary, "of three runs the one that failed"
 
 
 def test_nccl_tests_json() -> None:
@@ -260,6 +320,21 @@ def test_ras_reports() -> None:
         ("collective_missing_rank", "error", [3], ["n2"])
     (quiet,) = alarms(read(json.dumps(ras(unresponsive=True)), "ras.json"))
     assert quiet.severity == "warning" and quiet.confidence < 0.7
+
+
+def test_the_invalid_json_of_a_ras_report_with_missing_ranks() -> None:
+    """NCCL 2.28.9 writes no comma between nvml_dev and status of a missing rank."""
+    document = ras(unresponsive=True)
+    (gone,) = document["communicators"][0]["missing_ranks"]  # type: ignore[index]
+    order = ("rank", "host", "pid", "cuda_dev", "nvml_dev", "status")
+    document["communicators"][0]["missing_ranks"] = [{key: gone[key] for key in order}]  # type: ignore[index]
+    text = json.dumps(document, indent=2)
+    damaged = re.sub(r'("nvml_dev": 0),(\s*"status": \{\s*"unresponsive")', r"\1\2", text)
+    assert damaged != text
+    with pytest.raises(ValueError):
+        json.loads(damaged)
+    (quiet,) = alarms(read(damaged, "ras.json"))
+    assert quiet.where.hosts == ["n2"]
 
 
 @pytest.mark.parametrize("text, name", [(query(4, volatile="1"), "q.txt"), (topo(4), "t.txt"), (table(3.0), "n.txt"),

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from diag.probes import host_gpu, host_network, host_software, host_storage, host_system
+from diag.probes import host_gpu, host_network, host_pci, host_software, host_storage, host_system
 from diag.probes.host_facts import HostFacts, decode, encode
 from diag.probes.host_gather import gather
-from tests.diag.probes.hosts import GIB, NVMLError, Recorded, alarms, host
+from tests.diag.probes.hosts import GIB, NVMLError, Recorded, alarms, host, said
 
 
 def gpus(recorded: Recorded) -> HostFacts:
@@ -53,6 +53,78 @@ def test_a_driver_that_answers_almost_nothing() -> None:
     names = [name for name in Recorded().usual if name not in ("nvmlDeviceGetCount", "nvmlDeviceGetName")]
     facts = gpus(Recorded(**{name: NVMLError("Not Supported") for name in names}, fabric=(0, 0)))
     assert len(facts.gpus) == 2 and facts.gpus[0].ecc_enabled is None and alarms(facts) == []
+
+
+def test_a_library_that_lacks_the_newer_functions() -> None:
+    recorded = Recorded()
+    for name in ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetRemappedRows", "nvmlDeviceGetP2PStatus",
+                 "nvmlDeviceGetNvLinkState", "nvmlDeviceGetMigMode"):
+        del recorded.usual[name]
+    recorded.usual["nvmlDeviceGetCurrentClocksThrottleReasons"] = 0x8
+    facts = gpus(recorded)
+    assert facts.gpus[0].throttle == ["hw_slowdown"] and facts.gpus[0].remap_pending is None and not facts.p2p
+    assert {slug for slug, _ in alarms(facts)} == {"gpu_throttled"}
+
+
+def test_link_errors_of_long_ago_and_of_now() -> None:
+    """CRC errors count from 100 per second; a replay while one looks always does."""
+    calls = {"n": 0}
+
+    def counter(handle: int, link: int, kind: int) -> int:
+        calls["n"] += 1
+        return 7 + (calls["n"] if handle == 1 and kind == rising[0] else 0) if link == 0 else 0
+
+    rising = [9]
+    for rising[0], cause in ((9, set()), (0, {"nvlink_error"})):
+        facts = gpus(Recorded(nvmlDeviceGetNvLinkErrorCounter=counter))
+        assert {slug for slug, _ in alarms(facts)} == cause
+        assert facts.gpus[0].nvlink_errors["replay"] == 7 and not facts.gpus[0].nvlink_error_rates
+        assert bool(facts.gpus[1].nvlink_error_rates) == bool(cause)
+
+
+def test_access_control_of_the_bridges_above_gpus(tmp_path: Path) -> None:
+    def bridge(control: int) -> bytes:
+        head, acs = (0x1 | 0x148 << 20).to_bytes(4, "little"), (0xD).to_bytes(4, "little")
+        return bytes(256) + head + bytes(0x148 - 0x104) + acs + bytes(2) + control.to_bytes(2, "little") + bytes(64)
+
+    root = tree(tmp_path, {f"sys/devices/pci0/0000:00:0{i}.0/{name}": text for i in (1, 2)
+                           for name, text in (("class", "0x060400\n"), ("vendor", "0x8086\n"))})
+    (root / "sys/bus/pci/devices").mkdir(parents=True)
+    for i, control in ((1, 0x1D), (2, 0x01)):
+        above = root / f"sys/devices/pci0/0000:00:0{i}.0"
+        (above / "config").write_bytes(bridge(control))
+        tree(above / f"0000:0{i}:00.0", {"class": "0x030200\n", "vendor": "0x10de\n"})
+        (root / f"sys/bus/pci/devices/0000:0{i}:00.0").symlink_to(above / f"0000:0{i}:00.0")
+    tree(root, {"proc/cpuinfo": "flags\t\t: fpu vme\n"})
+    facts = host(gpus_on_bus=2)
+    host_pci.gather(facts, root)
+    assert facts.acs == {"0000:00:01.0": "ReqRedir CmpltRedir"} and facts.virtual is False
+    assert alarms(facts) == [("p2p_acs_iommu", "warning")]
+    assert alarms(host(acs=facts.acs, virtual=True)) == [], "in a virtual machine it has to be on"
+    (root / "sys/devices/pci0/0000:00:01.0/config").write_bytes(bytes(64))
+    hidden = host(gpus_on_bus=2)
+    host_pci.gather(hidden, root)
+    assert not hidden.acs and "root" in hidden.notes["acs"] and alarms(hidden) == []
+
+
+def test_nccls_own_files_are_read_as_nccl_reads_them(tmp_path: Path) -> None:
+    own = tmp_path / "mine.conf"
+    own.write_text("# note\nNCCL_DEBUG=INFO\nNCCL_PROTO = Simple\nexport NCCL_ALGO=Ring\nNCCL_IB_HCAS=mlx5\n"
+                   "no equals\nMY_TOKEN: s3cret\n")
+    root = tree(tmp_path, {"etc/nccl.conf": "NCCL_DEBUG=TRACE\nNCCL_NET=Socket\nNCCL_IB_TIMEOUT=22\n"})
+    environ = {"NCCL_CONF_FILE": str(own), "NCCL_NET": "IB"}
+    facts = host()
+    host_software.gather(facts, environ, root)
+    assert facts.variables["NCCL_DEBUG"] == "INFO" and facts.variables["NCCL_NET"] == "IB"
+    assert facts.variable_files == {"NCCL_DEBUG": str(own), "NCCL_IB_HCAS": str(own),
+                                    "NCCL_IB_TIMEOUT": str(root / "etc/nccl.conf")}
+    assert list(facts.overridden) == ["NCCL_NET"] and len(facts.conf_odd) == 3
+    said_ = [f.summary for f in said(facts) if f.cause == "env_variable" and f.severity == "warning"]
+    assert len(said_) == 4 and any("NCCL_IB_HCAS" in text and "did you mean NCCL_IB_HCA" in text and "mine.conf" in text
+                                   for text in said_)
+    gone = host()
+    host_software.gather(gone, {"NCCL_CONF_FILE": str(tmp_path / "none")}, tmp_path / "nowhere")
+    assert [f.severity for f in said(gone) if "does not exist" in f.summary] == ["warning"]
 
 
 def test_no_driver_is_a_note() -> None:
