@@ -133,6 +133,7 @@ class Checkpointer:
             data_fingerprint=self.data_fingerprint,
             seed=self.run.train.seed,
             time=time.time(),
+            optimizer=self.run.optimizer.name,
         )
 
     # -- restoring ------------------------------------------------------------------------------------------------
@@ -150,6 +151,11 @@ class Checkpointer:
         folder, manifest = self._choose(source)
         if differences := files.model_differences(manifest.model, msgspec.to_builtins(self.run.model)):
             raise UsageError(f"{folder} was saved from another model: {'; '.join(differences)}")
+        if manifest.optimizer != self.run.optimizer.name:
+            raise UsageError(
+                f"{folder} holds the states of optimizer.name = \"{manifest.optimizer}\", which mean nothing to "
+                f"\"{self.run.optimizer.name}\"; resume with the same optimizer"
+            )
         if manifest.data_fingerprint != self.data_fingerprint:
             raise UsageError(
                 f"{folder} was saved while training on other data (fingerprint {manifest.data_fingerprint}, now "

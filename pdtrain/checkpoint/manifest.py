@@ -41,6 +41,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     data_fingerprint: str
     seed: int
     time: float
+    optimizer: str = "adamw"
     files: dict[str, dict[str, str]] = {}
     checksum: str = ""
     format: str = FORMAT

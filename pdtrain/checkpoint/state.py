@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 
 from pdtrain.model.transformer import Transformer, row_of
-
-#: AdamW's state tensors, as torch names them.
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from pdtrain.optim import moments_of
 
 
 def row_state(model: Transformer, optimizer: torch.optim.Optimizer, row: str) -> dict[str, Tensor]:
-    """Fully qualified key -> live tensor of one row: `model.<fqn>`, `optimizer.<fqn>.{exp_avg,exp_avg_sq,step}`.
+    """Fully qualified key -> live tensor of one row: `model.<fqn>`, `optimizer.<fqn>.step` and the moments: `exp_avg`
+    and `exp_avg_sq` where AdamW updates the parameter, `momentum_buffer` where Muon does.
 
     The tensors are the run's own, so loading into this dictionary restores the run. Optimizer states that do not
     exist yet are created as zeros.
     """
     state: dict[str, Tensor] = {}
+    moments = moments_of(optimizer)
     for name, buffer in model.named_buffers():
         if row_of(name) == row:
             state[f"model.{name}"] = buffer
@@ -28,8 +28,8 @@ def row_state(model: Transformer, optimizer: torch.optim.Optimizer, row: str) ->
         held = optimizer.state[parameter]
         if not held:
             held["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            for moment in MOMENTS:
+            for moment in moments[parameter]:
                 held[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        for key in (*MOMENTS, "step"):
+        for key in (*moments[parameter], "step"):
             state[f"optimizer.{name}.{key}"] = held[key]
     return state

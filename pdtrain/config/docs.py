@@ -118,7 +118,7 @@ EXAMPLES = (
         "batch_identity",
     ),
     Example(
-        "more than three group families", _toml(**SPARROW | {"pools": 'mode = "sync"\nupdate_ranks = 2'}),
+        "more than three group families", _toml(**SPARROW | {"parallel": "ranks = 16\npipeline = 2"}),
         "group_families", planned=True,
     ),
     Example("degree leaves its domain", _toml(
@@ -151,6 +151,11 @@ EXAMPLES = (
     Example("too few rows for bytes", _toml(model="vocab_size = 128"), "bytes_fit_the_vocabulary"),
     Example("update ranks without a mode", _toml(pools="update_ranks = 2"), "pools_have_ranks"),
     Example("mode without update ranks", _toml(pools='mode = "sync"'), "pools_have_ranks"),
+    Example("kept state without pools", _toml(pools='keep = "/dev/shm/pools"'), "kept_state_is_used"),
+    Example(
+        "kept state that nobody uses", _toml(pools='mode = "sync"\nupdate_ranks = 1\nkeep = "/dev/shm/pools"'),
+        "kept_state_is_used",
+    ),
     Example("pipeline (planned, not trained)", _toml(parallel="ranks = 2\npipeline = 2"), "no_pipeline_yet"),
     Example(
         "tensor without sequence parallel",
@@ -167,6 +172,28 @@ EXAMPLES = (
         "asynchronous without staleness", _toml(pools='mode = "async"\nupdate_ranks = 1\nstaleness = 0'),
         "stale_weights_are_meant",
     ),
+    Example(
+        "staleness where nothing is stale", _toml(pools='mode = "stream"\nupdate_ranks = 1\nstaleness = 2'),
+        "stale_weights_are_meant",
+    ),
+    Example(
+        "stale weights for Muon", _toml(pools='mode = "async"\nupdate_ranks = 1\nstaleness = 2',
+                                        optimizer='name = "muon"'), "stale_weights_are_meant",
+    ),
+    Example(
+        "thinned without feedback", _toml(pools='mode = "stream"\nupdate_ranks = 1\ntop_k = 0.1'),
+        "what_a_payload_takes_is_fed_back",
+    ),
+    Example(
+        "thinned for nothing",
+        _toml(pools='mode = "stream"\nupdate_ranks = 1\ntop_k = 0.7\nerror_feedback = true'),
+        "what_a_payload_takes_is_fed_back",
+    ),
+    Example(
+        "nothing to feed back", _toml(pools='mode = "stream"\nupdate_ranks = 1\nerror_feedback = true'),
+        "what_a_payload_takes_is_fed_back",
+    ),
+    Example("absurd size of a message", _toml(pools='mode = "stream"\nupdate_ranks = 1\nbucket_mb = 1e9')),
 )  # fmt: skip
 
 

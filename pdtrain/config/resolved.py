@@ -13,6 +13,12 @@ from pdtrain.config.schema import MODULES, Dtype, ModulePolicy, Run
 FP32_ROWS = ("router", "norm")
 #: Rows that are split over attention's tensor group.
 TENSOR_ROWS = ("attention", "dense_ffn", "embed_head")
+#: Rows whose matrices Muon takes with `optimizer.name = "muon"`. Embedding, head and norms stay with AdamW as in the
+#: reports (kellerjordan.github.io/posts/muon, arXiv 2502.16982). The router does too: it is a classifier like the head,
+#: and the first suspect when routing collapses (Moonlight gives it to Muon; nobody reports a comparison).
+MUON_ROWS = ("attention", "experts", "shared_expert", "dense_ffn")
+#: `pools.staleness` where it is absent.
+STALENESS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,25 @@ class Resolved:
         """Steps between saves: the row's own, else `checkpoint.every`; 0 is only at the end."""
         return self.policy(row).checkpoint_every or self.run.checkpoint.every
 
+    def muon(self, row: str, dimensions: int) -> bool:
+        """Whether Muon, not AdamW, updates a weight of `row` with so many dimensions; a stack of matrices has 3."""
+        return takes_muon(self.run, row, dimensions)
+
+    @property
+    def state_tensors(self) -> dict[str, int]:
+        """Row -> FP32 tensors per weight that the optimizer keeps, master included, for the row's matrices."""
+        return {row: 2 if self.muon(row, 2) else 3 for row in MODULES}
+
+    @property
+    def staleness_bound(self) -> int:
+        """`pools.staleness`, or its default."""
+        return STALENESS if self.run.pools.staleness is None else self.run.pools.staleness
+
+    @property
+    def staleness(self) -> int:
+        """By how many steps the weights of a forward pass are old: 0 unless pools.mode is async."""
+        return self.staleness_bound if self.run.pools.mode == "async" else 0
+
     def lr(self, row: str) -> float:
         """Peak learning rate of the row."""
         return self.run.optimizer.lr * self.policy(row).lr_scale
@@ -84,6 +109,11 @@ class Resolved:
     def weight_decay(self, row: str) -> float:
         """Decoupled weight decay of the row."""
         return self.run.optimizer.weight_decay * self.policy(row).weight_decay_scale
+
+
+def takes_muon(run: Run, row: str, dimensions: int) -> bool:
+    """See Resolved.muon."""
+    return run.optimizer.name == "muon" and row in MUON_ROWS and dimensions >= 2
 
 
 def stage_ranks(run: Run) -> int:

@@ -22,8 +22,9 @@ from pdtrain.config.layout_rules import (
     tensor_divides_widths,
 )
 from pdtrain.config.mistakes import UNKNOWN, Mistake, UnknownValue, around, divisors
-from pdtrain.config.resolved import FP32_ROWS
+from pdtrain.config.resolved import FP32_ROWS, STALENESS
 from pdtrain.config.schema import MODULES, Run
+from pdtrain.pools.plan import INDEX_BYTES
 
 Rule = Callable[[Run], Iterator[Mistake]]
 
@@ -237,14 +238,47 @@ def kept_state_is_used(run: Run) -> Iterator[Mistake]:
 
 def stale_weights_are_meant(run: Run) -> Iterator[Mistake]:
     pools = run.pools
-    if pools.mode == "async" and pools.staleness == 0:
+    staleness = STALENESS if pools.staleness is None else pools.staleness
+    if pools.mode != "async":
+        if pools.staleness is not None and pools.on_mismatch != "accept":
+            yield Mistake(
+                "pools.staleness", staleness, f'has no effect with pools.mode = "{pools.mode}": no weights are stale',
+                'leave it out, or use pools.mode = "async"', warning=True,
+            )  # fmt: skip
+        return
+    if staleness == 0:
         yield Mistake(
             "pools.staleness", 0, 'makes pools.mode = "async" synchronous', 'use at least 1, or pools.mode = "stream"'
         )
-    if pools.mode == "async" and pools.staleness:
+        return
+    how = "which is reported to degrade training with Adam" if run.optimizer.name == "adamw" else \
+        "which costs Muon less than Adam, and still something"
+    yield Mistake(
+        "pools.mode", "async", f"applies gradients of weights that are {staleness} step{'s' * (staleness > 1)} old, "
+        f"{how}", 'pools.mode = "stream" overlaps without that', warning=True,
+    )  # fmt: skip
+
+
+def what_a_payload_takes_is_fed_back(run: Run) -> Iterator[Mistake]:
+    pools = run.pools
+    if pools.mode == "off":
+        return
+    if pools.top_k < 1 and not pools.error_feedback:
         yield Mistake(
-            "pools.mode", "async", f"applies gradients of weights that are {pools.staleness} steps old, which is "
-            "reported to degrade training with Adam", 'pools.mode = "stream" overlaps without that', warning=True,
+            "pools.top_k", pools.top_k, f"loses the other {1 - pools.top_k:.3g} of every gradient for good",
+            "set pools.error_feedback = true, or use 1",
+        )  # fmt: skip
+    item = DTYPE_BYTES["fp32" if pools.payload == "fp32" else "bf16"]
+    if pools.top_k < 1 and pools.top_k * (item + INDEX_BYTES) >= item:
+        yield Mistake(
+            "pools.top_k", pools.top_k,
+            f"sends no less than 1 does: an index costs {INDEX_BYTES} bytes, a value in {pools.payload} {item}",
+            f"use less than {item / (item + INDEX_BYTES):.2g}, or 1", warning=True,
+        )  # fmt: skip
+    if pools.error_feedback and pools.payload == "fp32" and pools.top_k == 1:
+        yield Mistake(
+            "pools.error_feedback", True, 'has no effect: payload = "fp32" and top_k = 1 take nothing from a gradient',
+            "leave it out", warning=True,
         )  # fmt: skip
 
 
@@ -297,5 +331,6 @@ RULES: tuple[Rule, ...] = (
     pools_have_ranks,
     kept_state_is_used,
     stale_weights_are_meant,
+    what_a_payload_takes_is_fed_back,
 )
 REFUSALS: tuple[Rule, ...] = (no_pipeline_yet, sequence_parallel_is_on, no_rewind_of_pools_yet)

@@ -169,12 +169,21 @@ class Train(Section, frozen=True):
 
 
 class Optimizer(Section, frozen=True):
-    """AdamW with FP32 states, its schedule and the default clip."""
+    """AdamW or Muon with FP32 states, the schedule and the default clip."""
 
+    name: Annotated[
+        Literal["adamw", "muon"],
+        Meta(
+            description="muon: orthogonalised momentum for the matrices of attention, dense FFN, routed experts (each "
+            "expert by itself) and shared expert, scaled to AdamW's RMS so that lr and weight decay mean the same; "
+            "AdamW for embedding, head, norms and router"
+        ),
+    ] = "adamw"
     lr: Annotated[PositiveFloat, Meta(description="peak learning rate")] = 3e-4
-    beta1: Annotated[OpenShare, Meta(description="first-moment decay")] = 0.9
-    beta2: Annotated[OpenShare, Meta(description="second-moment decay")] = 0.95
+    beta1: Annotated[OpenShare, Meta(description="AdamW: first-moment decay")] = 0.9
+    beta2: Annotated[OpenShare, Meta(description="AdamW: second-moment decay")] = 0.95
     eps: Annotated[PositiveFloat, Meta(description="AdamW epsilon")] = 1e-8
+    momentum: Annotated[OpenShare, Meta(description="Muon: decay of the momentum, which is Nesterov's")] = 0.95
     weight_decay: Annotated[NonNegativeFloat, Meta(description="decoupled weight decay")] = 0.1
     clip: Annotated[
         PositiveFloat | None,
@@ -250,7 +259,9 @@ class Pools(Section, frozen=True):
             "the update pool: more traffic, earlier, and another order of summation"
         ),
     ] = "step"
-    bucket_mb: Annotated[PositiveFloat, Meta(description="size of one message, in MB of payload")] = 4.0
+    bucket_mb: Annotated[
+        float, Meta(ge=0.01, le=1024, description="size of one message, in MB of payload; a larger shard travels whole")
+    ] = 4.0
     buffers: Annotated[PositiveInt, Meta(description="messages per link that may wait to be sent")] = 8
     timeout_seconds: Annotated[PositiveFloat, Meta(description="limit of one wait for the other pool")] = 600.0
     resend_limit: Annotated[
@@ -265,15 +276,29 @@ class Pools(Section, frozen=True):
     ] = "recompute"
     error_feedback: Annotated[
         bool,
-        Meta(description="add what rounding to `payload` took from a gradient to the next one; needs its size in FP32"),
+        Meta(
+            description="add what `payload` and `top_k` took from a gradient to the next one; needs its size in FP32"
+        ),
     ] = False
+    top_k: Annotated[
+        float,
+        Meta(
+            gt=0, le=1,
+            description="share of the elements of each bucket of gradients that travels, the largest, with their "
+            "indices; 1: all. Weights travel whole"
+        ),
+    ] = 1.0
     offload: Annotated[
         str | None,
         Meta(description="folder for masters and moments as memory-mapped files, on NVMe for instance; absent: memory"),
     ] = None
     staleness: Annotated[
-        NonNegativeInt, Meta(description="async: by how many steps the weights of a forward pass are old")
-    ] = 1
+        NonNegativeInt | None,
+        Meta(
+            description="async: by how many steps the weights of a forward pass are old; absent: 1. Elsewhere only "
+            "the bound of on_mismatch = \"accept\""
+        ),
+    ] = None
     restarts: Annotated[
         NonNegativeInt,
         Meta(description="how often the launcher starts all ranks again after one of them has died; torchrun's own "

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: Every group family, in the order in which all ranks create their groups. A second order on some rank is a hang.
 FAMILIES = ("tp", "dp", "ep", "edp", "router", "pp", "update")
 #: DP, EDP and the router's DP carry the same kind of traffic and count as one family.
-FAMILY_NAMES = {"tp": "TP", "ep": "EP", "dp": "DP", "edp": "DP", "router": "DP", "pp": "PP", "update": "pools"}
+FAMILY_NAMES = {"tp": "TP", "ep": "EP", "dp": "DP", "edp": "DP", "router": "DP", "pp": "PP"}
 #: Groups of a family that the text shows in full; of more, the first and the last.
 SHOWN_GROUPS = 16
 
@@ -160,10 +160,11 @@ class Layout:
         raise KeyError(f"rank {rank} is in no {family} group of {self}")
 
     def families(self) -> list[str]:
-        """Distinct group families that communicate: TP, EP, DP (with EDP and the router's), PP, pools."""
-        used = [FAMILY_NAMES[family] for family in FAMILIES if self.axes.get(family, 1) > 1]
-        if self.update:
-            used.append("pools")
+        """Distinct group families of the module separation that communicate: TP, EP, DP (with EDP and router), PP.
+
+        The pools' groups are none: pairs over host memory, one thread each, beside the collectives.
+        """
+        used = [FAMILY_NAMES[family] for family in FAMILIES if family != "update" and self.axes[family] > 1]
         return list(dict.fromkeys(used))
 
     def text(self) -> str:

@@ -12,6 +12,7 @@ from pdtrain.config.resolved import Resolved
 from pdtrain.config.schema import MODULES
 from pdtrain.parallel.layout import Layout
 from pdtrain.plan.parameters import Parameters, count
+from pdtrain.pools.plan import gradient_bytes
 
 SCHEMA = "pdtrain.dryrun/1"
 
@@ -53,17 +54,20 @@ def pools_as_json(resolved: Resolved) -> dict[str, Any] | None:
     settings = resolved.run.pools
     if not resolved.update_ranks:
         return None
-    trained = count(resolved.run.model).trained
+    counted = count(resolved.run.model)
+    trained = counted.trained
+    muon = sum(row.total for name, row in counted.rows.items() if resolved.muon(name, 2))
     each = settings.mode != "sync" and settings.granularity == "micro_batch"
     item = 4 if settings.payload == "fp32" else 2
+    up = gradient_bytes(trained, item, settings.top_k)
     return {
         "mode": settings.mode,
         "compute": [0, resolved.ranks - 1],
         "update": [resolved.ranks, resolved.world - 1],
         "payload": settings.payload,
-        "staleness": settings.staleness if settings.mode == "async" else 0,
-        "state_bytes_per_update_rank": 12 * trained // resolved.update_ranks,
-        "bytes_up": item * trained * (resolved.accumulation if each else 1),
+        "staleness": resolved.staleness,
+        "state_bytes_per_update_rank": (12 * trained - 4 * muon) // resolved.update_ranks,
+        "bytes_up": up * (resolved.accumulation if each else 1),
         "bytes_down": item * trained,
     }
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from pdtrain.config.resolved import takes_muon
 from pdtrain.config.schema import MODULES, Model
 from pdtrain.plan.extras import extras_of, indexer
 from pdtrain.plan.setup import Setup, Stage, stages
@@ -176,10 +177,11 @@ class Scheme:
 def scheme(setup: Setup, row: str) -> Scheme:
     """How a row's states are kept.
 
-    fsdp (as pdtrain trains): FP32 weights, which are the master copy, FP32 gradients, two moments.
+    fsdp (as pdtrain trains): FP32 weights, which are the master copy, FP32 gradients, two moments, or Muon's one.
     megatron: weights in the compute dtype, main gradients in FP32, an FP32 master copy where weights are BF16.
     """
-    gradient, moments = setup.options.gradient_bytes or 4, 2 * setup.options.moment_bytes
+    gradient = setup.options.gradient_bytes or 4
+    moments = (1 if takes_muon(setup.run, row, 2) else 2) * setup.options.moment_bytes
     if setup.states == "fsdp":
         return Scheme(4, gradient, moments)
     weight = setup.itemsize(row) if row not in ("router", "norm") else min(setup.itemsize("attention"), 4)

@@ -34,7 +34,7 @@ from pdtrain.pools.plan import Bucket, Plan
 from pdtrain.pools.receiving import Receiver
 from pdtrain.pools.rejoin import Rejoined
 from pdtrain.pools.sending import Sender
-from pdtrain.pools.wire import decode, encode
+from pdtrain.pools.wire import decode, encode, thinned
 from pdtrain.restart import Restart
 
 if TYPE_CHECKING:
@@ -67,9 +67,10 @@ class ComputeSide:
         self.copies = copies
         self.streams = settings.mode != "sync"
         self.each_micro_batch = self.streams and settings.granularity == "micro_batch"
-        self.staleness = settings.staleness if settings.mode == "async" else 0
+        self.staleness = resolved.staleness
         self.dtype = DTYPES[settings.payload]
-        self.feeds_back = settings.error_feedback and self.dtype is not torch.float32
+        self.top_k = settings.top_k
+        self.feeds_back = settings.error_feedback and (self.dtype is not torch.float32 or self.top_k < 1)
         self._residual: dict[int, Tensor] = {}  # bucket -> what rounding took from the gradients applied so far
         self._next_residual: dict[int, Tensor] = {}  # the same with the attempt under way
         self.attempts_allowed = settings.resend_limit
@@ -290,7 +291,8 @@ class ComputeSide:
     def describe(self) -> dict[str, Any]:
         """`pools` in environment.json."""
         settings = self.resolved.run.pools
-        return self.plan.describe(settings.mode, settings.payload, self.staleness, self.dtype.itemsize)
+        return self.plan.describe(settings.mode, settings.payload, self.staleness, self.dtype.itemsize,
+                                  top_k=self.top_k, state_tensors=self.resolved.state_tensors)
 
     def measured(self) -> dict[str, tuple[float, str]]:
         """Of the last step, what is reduced over the compute pool at a logging interval: value, operation."""
@@ -348,8 +350,11 @@ class ComputeSide:
         wanted = encode(gradients, torch.float32)
         if bucket.index in self._next_residual:
             wanted += self._next_residual[bucket.index]
-        payload = wanted.to(self.dtype)
-        self._next_residual[bucket.index] = wanted - payload.float()
+        if self.top_k < 1:
+            payload, carried = thinned(wanted, self.top_k, self.dtype)
+        else:
+            carried = (payload := wanted.to(self.dtype)).float()
+        self._next_residual[bucket.index] = wanted - carried
         self._put(bucket, header, payload)
 
     def _put(self, bucket: Bucket, header: Header, payload: Tensor) -> None:

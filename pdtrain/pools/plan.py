@@ -6,16 +6,26 @@ the traffic between the pools does not grow with data parallelism. Each element 
 
 The pieces, in the order of ranks and of the forward pass, are cut into as many runs of equal size as there are update
 ranks: a compute rank then talks to few owners, and there are at most compute + update - 1 pairs.
+
+Muon needs whole matrices: then all pieces of a matrix, or of the same experts, have one owner, the cut goes through the
+forward pass, and every compute rank talks to every owner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
+from types import MappingProxyType
 from typing import Any
 
 from diag.errors import UsageError
+
+
+Key = tuple[str, tuple[int, ...]]
+#: Indices on the wire are 32 bits wide.
+INDEX_BYTES = 4
+MOST_INDEXED = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +85,17 @@ class Plan:
         """Elements that `rank` exchanges in one direction per step."""
         return sum(bucket.numel for bucket in self.of(rank))
 
-    def describe(self, mode: str, payload: str, staleness: int, item_bytes: int) -> dict[str, Any]:
+    def state_bytes(self, rank: int, state_tensors: Mapping[str, int]) -> int:
+        """Masters and moments of an update rank; `state_tensors`: row -> FP32 tensors per matrix, 3 where absent."""
+        return sum(
+            4 * piece.numel * (state_tensors.get(piece.row, 3) if len(piece.shape) > 1 else 3)
+            for bucket in self.of(rank) for piece in bucket.pieces
+        )
+
+    def describe(
+        self, mode: str, payload: str, staleness: int, item_bytes: int, *, top_k: float = 1.0,
+        state_tensors: Mapping[str, int] = MappingProxyType({}),
+    ) -> dict[str, Any]:
         """`pools` in environment.json."""
         total = sum(bucket.numel for bucket in self.buckets)
         return {
@@ -87,17 +107,36 @@ class Plan:
             "staleness": staleness,
             "owners": {
                 str(rank): {"serves": self.peers(rank), "parameters": self.parameters(rank),
-                            "state_bytes": 12 * self.parameters(rank)}
+                            "state_bytes": self.state_bytes(rank, state_tensors)}
                 for rank in self.update
             },
-            "bytes_up": total * item_bytes,
+            "bytes_up": sum(gradient_bytes(bucket.numel, item_bytes, top_k) for bucket in self.buckets),
             "bytes_down": total * item_bytes,
         }
 
 
-def make_plan(shards: Sequence[Sequence[Piece]], update_ranks: int, bucket_bytes: int, item_bytes: int) -> Plan:
+def kept_elements(numel: int, top_k: float) -> int:
+    """How many of a bucket's gradients travel."""
+    return max(1, ceil(numel * top_k))
+
+
+def gradient_bytes(numel: int, item_bytes: int, top_k: float) -> int:
+    """Payload of one bucket of gradients: values, and their indices where not all travel."""
+    return numel * item_bytes if top_k == 1 else kept_elements(numel, top_k) * (INDEX_BYTES + item_bytes)
+
+
+def matrix_of(piece: Piece) -> Key:
+    """What pieces of the same matrix, or of the same experts' matrices, have in common."""
+    return (piece.name, piece.offset[:1] if len(piece.shape) == 3 else ())
+
+
+def make_plan(
+    shards: Sequence[Sequence[Piece]], update_ranks: int, bucket_bytes: int, item_bytes: int,
+    whole: Callable[[Piece], bool] = lambda piece: False,
+) -> Plan:
     """The plan for `shards`, the pieces of each compute rank in forward order, `holders` still empty.
 
+    `whole`: which pieces belong to matrices that must not be divided between update ranks.
     Raises UsageError: there are fewer pieces than update ranks.
     """
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
@@ -119,11 +158,17 @@ def make_plan(shards: Sequence[Sequence[Piece]], update_ranks: int, bucket_bytes
                 )
     compute = tuple(range(len(shards)))
     update = tuple(range(len(shards), len(shards) + update_ranks))
-    owners = _owners(exchanged, update)
+    units = [matrix_of(piece) if whole(piece) else (piece.name, piece.offset) for piece in exchanged]
+    divides = len(set(units)) == len(units)
+    order = list(range(len(units)))
+    if not divides:
+        order.sort(key=lambda position: (names[units[position][0]], units[position]))
+    owners = _owners(exchanged, units, order, update)
     if len(set(owners)) < update_ranks:
+        noun = "shards" if divides else "whole matrices, for Muon, and shards"
         raise UsageError(
             f"pools.update_ranks = {update_ranks} is more than this model can keep busy: it has "
-            f"{len(exchanged)} shards; use at most {len(set(owners))}"
+            f"{len(set(units))} {noun}; use at most {len(set(owners))}"
         )
     buckets: list[Bucket] = []
     counts = dict.fromkeys(compute, 0)
@@ -139,12 +184,14 @@ def make_plan(shards: Sequence[Sequence[Piece]], update_ranks: int, bucket_bytes
     return Plan(compute, update, tuple(buckets), tuple(piece for piece in exchanged if len(piece.holders) > 1))
 
 
-def _owners(pieces: Sequence[Piece], update: Sequence[int]) -> list[int]:
-    """The update rank of each piece: the run in which its middle lies."""
-    total = sum(piece.numel for piece in pieces)
-    owners, before = [], 0
-    for piece in pieces:
-        middle = before + piece.numel / 2
-        owners.append(update[min(len(update) - 1, int(middle * len(update) / total))])
-        before += piece.numel
-    return owners
+def _owners(pieces: Sequence[Piece], units: Sequence[Key], order: Sequence[int], update: Sequence[int]) -> list[int]:
+    """The update rank of each piece: the run, of equal runs in this `order`, in which the middle of its unit lies."""
+    sizes: dict[Key, int] = {}
+    for position in order:
+        sizes[units[position]] = sizes.get(units[position], 0) + pieces[position].numel
+    total, before = sum(sizes.values()), 0
+    owner: dict[Key, int] = {}
+    for unit, size in sizes.items():
+        owner[unit] = update[min(len(update) - 1, int((before + size / 2) * len(update) / total))]
+        before += size
+    return [owner[unit] for unit in units]

@@ -33,7 +33,7 @@ from pdtrain.pools.journal import Journal
 from pdtrain.pools.keep import Keep
 from pdtrain.pools.links import End
 from pdtrain.pools.message import DTYPES
-from pdtrain.pools.plan import Piece, Plan, make_plan
+from pdtrain.pools.plan import MOST_INDEXED, Piece, Plan, make_plan
 from pdtrain.pools.receiving import Receiver
 from pdtrain.pools.rejoin import Held, agree, has_begun, open_keep, rejoined
 from pdtrain.pools.sending import Sender
@@ -284,7 +284,14 @@ def _agree(resolved: Resolved, layout: Layout, mine: dict[str, Any]) -> tuple[Pl
     shards = [[msgspec.convert(piece, Piece) for piece in each["pieces"]] for each in told[: layout.ranks]]
     settings = resolved.run.pools
     item_bytes = DTYPES[settings.payload].itemsize
-    return make_plan(shards, layout.update, int(settings.bucket_mb * MB), item_bytes), told[0]
+
+    def whole(piece: Piece) -> bool:
+        return resolved.muon(piece.row, len(piece.shape))
+
+    plan = make_plan(shards, layout.update, int(settings.bucket_mb * MB), item_bytes, whole)
+    if settings.top_k < 1 and max(bucket.numel for bucket in plan.buckets) > MOST_INDEXED:
+        raise UsageError(f"pools.top_k = {settings.top_k}: a shard has more than {MOST_INDEXED:,} elements; use 1")
+    return plan, told[0]
 
 
 def _hear(layout: Layout, mine: Joined | None = None) -> Joined:

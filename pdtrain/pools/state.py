@@ -20,7 +20,7 @@ from pdtrain.checkpoint import Checkpointer
 from pdtrain.config.schema import Run
 from pdtrain.model.transformer import row_of
 from pdtrain.pools.compute import ComputeSide
-from pdtrain.pools.update import MOMENTS, UpdateSide
+from pdtrain.pools.update import UpdateSide
 
 
 class Parts(Tensor):
@@ -87,7 +87,7 @@ class UpdateCheckpointer(Checkpointer):
                     continue
                 held = owned.optimizer.state[master]
                 for key, tensor in [(f"model.{piece.name}", master.detach())] + [
-                    (f"optimizer.{piece.name}.{moment}", held[moment]) for moment in MOMENTS
+                    (f"optimizer.{piece.name}.{moment}", held[moment]) for moment in owned.moments[master]
                 ]:
                     shapes[key] = piece.shape
                     parts.setdefault(key, {})[piece.offset] = tensor

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from pdtrain.config import Resolved
-from pdtrain.optim import optimizer_over, set_learning_rate
+from pdtrain.optim import moments_of, optimizer_over, set_learning_rate
+from pdtrain.optim.muon import MuonAdamW
 from pdtrain.pools.faults import faults_of, strike
 from pdtrain.pools.journal import Journal
+from pdtrain.pools.matrices import Matrices
 from pdtrain.pools.message import DTYPES, Header, Kind, PoolError, Status, as_bytes
 from pdtrain.pools.offload import mapped_zeros
 from pdtrain.pools.plan import Bucket, Piece, Plan
 from pdtrain.pools.receiving import NewerAttempt, Receiver
 from pdtrain.pools.sending import Sender
-from pdtrain.pools.wire import decode, encode
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from pdtrain.pools.wire import decode, encode, spread
 
 
 class OwnedBucket:
@@ -39,11 +39,13 @@ class OwnedBucket:
         for piece, master in zip(bucket.pieces, self.masters, strict=True):
             rows.setdefault(piece.row, []).append(master)
         self.optimizer = optimizer_over(resolved.run, rows)
+        self.moments = moments_of(self.optimizer)
         for master in self.masters:
             state = self.optimizer.state[master]
             state["step"] = torch.zeros((), dtype=torch.float32)
-            state |= {moment: zeros(tuple(master.shape)) for moment in MOMENTS}
+            state |= {moment: zeros(tuple(master.shape)) for moment in self.moments[master]}
         self.sums: list[Tensor] | None = None
+        self.thinned = resolved.run.pools.top_k < 1
 
     def pieces(self) -> Iterator[tuple[Piece, torch.nn.Parameter]]:
         """Every piece with its master."""
@@ -52,7 +54,7 @@ class OwnedBucket:
     @property
     def state_bytes(self) -> int:
         """Masters and moments."""
-        return sum(4 * master.numel() * (1 + len(MOMENTS)) for master in self.masters)
+        return sum(4 * master.numel() * (1 + len(self.moments[master])) for master in self.masters)
 
     def kept(self) -> list[Tensor]:
         """Everything that the next step depends on: masters, and whatever their optimizer remembers."""
@@ -71,7 +73,7 @@ class OwnedBucket:
     @torch.no_grad()
     def add(self, payload: Tensor, dtype: torch.dtype) -> None:
         """Add one micro-batch's gradients."""
-        values = decode(payload, self.bucket, dtype)
+        values = decode(spread(payload, self.bucket.numel, dtype) if self.thinned else payload, self.bucket, dtype)
         if self.sums is None:
             self.sums = values
         else:
@@ -79,7 +81,10 @@ class OwnedBucket:
 
     @torch.no_grad()
     def apply(self, scales: dict[str, float], factors: dict[str, float], lr: float) -> None:
-        """One optimizer step with the sum of the gradients: scaled, clipped, applied as without pools."""
+        """One optimizer step with the sum of the gradients: scaled, clipped, applied as without pools.
+
+        Of matrices that Muon takes, up to their directions: `Matrices` goes on when it has all parts.
+        """
         assert self.sums is not None
         for (piece, master), gradient in zip(self.pieces(), self.sums, strict=True):
             for factor in (scales.get(piece.row), factors.get(piece.row)):
@@ -87,7 +92,10 @@ class OwnedBucket:
                     gradient.mul_(torch.tensor(factor))
             master.grad = gradient
         set_learning_rate(self.optimizer, lr)
-        self.optimizer.step()
+        if isinstance(self.optimizer, MuonAdamW):
+            self.optimizer.step_apart()
+        else:
+            self.optimizer.step()
         self.optimizer.zero_grad()
 
 
@@ -102,11 +110,12 @@ class UpdateSide:
         self.journal = journal
         self.streams = settings.mode != "sync"
         self.micros = resolved.accumulation if self.streams and settings.granularity == "micro_batch" else 1
-        self.staleness = settings.staleness if settings.mode == "async" else 0
+        self.staleness = resolved.staleness
         self.on_mismatch = settings.on_mismatch
         self.dtype = DTYPES[settings.payload]
         zeros = mapped_zeros(Path(settings.offload), rank) if settings.offload else torch.zeros
         self.owned = [OwnedBucket(bucket, resolved, zeros) for bucket in sorted(plan.of(rank), key=_forward_order)]
+        self.matrices = Matrices(self.owned)
         self.state_bytes = sum(owned.state_bytes for owned in self.owned)
         self.senders: dict[int, Sender] = {}
         self.receivers: dict[int, Receiver] = {}
@@ -123,7 +132,7 @@ class UpdateSide:
         if theirs == own and (header.kind is not Kind.GRADIENTS or oldest <= header.version <= newest):
             return Status.OK
         action: str = self.on_mismatch if header.kind is Kind.GRADIENTS else "resend"
-        bound = max(self.start, newest - self.resolved.run.pools.staleness)
+        bound = max(self.start, newest - self.resolved.staleness_bound)
         if action == "accept" and not (theirs == own and bound <= header.version <= newest):
             action = "recompute"  # beyond the bound, or of another life of this run: never
         self.journal.note("pool_version_mismatch", step=header.step, peer=peer, direction="up", bucket=header.bucket,
@@ -158,15 +167,18 @@ class UpdateSide:
         if commit["skipped"]:
             self.skipped += 1
             self.journal.note("pool_skipped", step=step, reason=commit["why"])
-        for owned in self.owned:
+        for number, owned in enumerate(self.owned):
+            done = [owned]
             if not commit["skipped"]:
                 with self._span("optimizer"):
                     owned.apply(commit["scales"], commit["factors"], commit["lr"])
                     if owned is self.owned[0]:
                         strike(self.faults, "optimizer", step)
+                    done = self.matrices.after(number)
             owned.sums = None
             if self.streams:
-                self._send_weights(owned)
+                for each in done:
+                    self._send_weights(each)
         if not self.streams:
             for owned in self.owned:
                 self._send_weights(owned)

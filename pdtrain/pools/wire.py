@@ -1,4 +1,7 @@
-"""Buckets as payloads: the pieces of a bucket, one after the other, in the payload's dtype, in host memory."""
+"""Buckets as payloads: the pieces of a bucket, one after the other, in the payload's dtype, in host memory.
+
+Of thinned gradients only the largest travel: their indices in the bucket (int32, ascending), then their values.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pdtrain.pools.plan import Bucket
+from pdtrain.pools.plan import INDEX_BYTES, Bucket, kept_elements
 
 
 @torch.no_grad()
@@ -15,6 +18,25 @@ def encode(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """One new contiguous host tensor with the elements of `tensors`, in `dtype`: nothing else refers to it."""
     packed = torch.cat([tensor.detach().reshape(-1).to(dtype) for tensor in tensors])
     return packed.cpu() if packed.is_cuda else packed
+
+
+@torch.no_grad()
+def thinned(values: Tensor, top_k: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(payload, what it carries as a dense FP32 tensor) of the share `top_k` of flat FP32 `values`, the largest."""
+    indices = torch.topk(values.abs(), kept_elements(values.numel(), top_k), sorted=False).indices.sort().values
+    chosen = values[indices].to(dtype)
+    carried = torch.zeros_like(values)
+    carried[indices] = chosen.float()
+    return torch.cat([indices.to(torch.int32).view(torch.uint8), chosen.view(torch.uint8)]), carried
+
+
+@torch.no_grad()
+def spread(payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """The dense payload (bytes) of `numel` elements that a thinned one stands for."""
+    count = payload.numel() // (INDEX_BYTES + dtype.itemsize)
+    dense = torch.zeros(numel, dtype=dtype)
+    dense[payload[: INDEX_BYTES * count].view(torch.int32).long()] = payload[INDEX_BYTES * count :].view(dtype)
+    return dense.view(torch.uint8)
 
 
 @torch.no_grad()

@@ -83,7 +83,7 @@ def test_families_count_as_one_what_carries_the_same_traffic():
     assert Layout(2, tensor=2, expert=2).families() == ["TP", "EP", "DP"]
     assert Layout(8).families() == ["DP"]
     assert Layout(1).families() == []
-    assert Layout(17, pipeline=2, tensor=2, expert=4, update=1).families() == ["TP", "DP", "EP", "PP", "pools"]
+    assert Layout(17, pipeline=2, tensor=2, expert=4, update=1).families() == ["TP", "DP", "EP", "PP"]
 
 
 def test_text_lists_small_worlds_whole():

@@ -19,6 +19,14 @@ from diag.checkpoints.verify.experts import _ids
 from diag.checkpoints.verify.outcome import NotApplicable, Options, plural
 
 _LAYER = re.compile(r"\.(\d+)\.")
+#: Muon's only state (torch.optim.Muon's name); where it has a parameter, Adam's moments are not missed.
+MOMENTUM = "momentum_buffer"
+_MOMENTS = ("exp_avg", "exp_avg_sq", MOMENTUM)
+
+
+def _role(tensor: Tensor) -> str:
+    return MOMENTUM if tensor.role == "state" and tensor.name.endswith(f".{MOMENTUM}") else tensor.role
+
 
 def copies(checkpoint: Checkpoint, options: Options, problems: list[Problem]) -> str:
     """What several ranks keep a copy of is the same on all of them."""
@@ -62,25 +70,26 @@ def optimizer(checkpoint: Checkpoint, _: Options, problems: list[Problem]) -> st
     """Every parameter that is trained has its optimizer state, and the same kinds of it."""
     states: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for tensor in checkpoint.tensors.values():
-        if tensor.role in ("exp_avg", "exp_avg_sq", "step", "master"):
-            states[tensor.fqn][tensor.role] = tensor
-    if not any("exp_avg" in s or "exp_avg_sq" in s for s in states.values()):
+        if (role := _role(tensor)) in (*_MOMENTS, "step", "master"):
+            states[tensor.fqn][role] = tensor
+    if not any(s.keys() & set(_MOMENTS) for s in states.values()):
         raise NotApplicable("weights only: no optimizer states")
     parameters = {t.fqn: t for t in checkpoint.tensors.values() if t.role == "parameter"}
     states = {fqn: held for fqn,
               held in states.items() if held.keys() - {"step"}}  # a count for a whole group has no more
+    adam = [held for held in states.values() if MOMENTUM not in held]
     usual = {role for role in ("exp_avg", "exp_avg_sq", "step", "master")
-             if sum(role in s for s in states.values()) * 2 > len(states)}
+             if sum(role in s for s in adam) * 2 > len(adam)}
     lost = {p.tensor for p in checkpoint.problems if p.tensor}
     for fqn, held in states.items():
-        for role in sorted(usual - held.keys()):
+        for role in sorted(usual - held.keys() - ({"exp_avg", "exp_avg_sq"} if MOMENTUM in held else set())):
             near = next(iter(held.values()))
             if near.name not in lost:
                 problems.append(Problem("optimizer complete", f"{fqn} has no {role} in the optimizer state, as "
                                                               "the other "
                                         "parameters have", **where_of(near), cause="ckpt_missing_keys"))
         own = parameters.get(fqn)
-        for role in ("exp_avg", "exp_avg_sq", "master"):
+        for role in (*_MOMENTS, "master"):
             moment = held.get(role)
             if own is not None and moment is not None and moment.shape != own.shape and moment.elements != own.elements:
                 problems.append(Problem("optimizer complete", f"{moment.name} is {list(moment.shape)}, its parameter "
@@ -99,7 +108,8 @@ def optimizer(checkpoint: Checkpoint, _: Options, problems: list[Problem]) -> st
         if near.name not in lost:
             problems.append(Problem("optimizer complete", f"{near.name} belongs to no parameter of the checkpoint",
                                     **where_of(near), cause="ckpt_missing_keys"))
-    return f"{plural(len(states), 'parameter')}, {', '.join(sorted(usual))}"
+    kinds = usual | ({MOMENTUM} if len(adam) < len(states) else set())
+    return f"{plural(len(states), 'parameter')}, {', '.join(sorted(kinds))}"
 
 
 def _forgotten(without: set[str], met: set[str]) -> set[str]:
@@ -118,7 +128,7 @@ def moments(checkpoint: Checkpoint, _: Options, problems: list[Problem]) -> str:
 
     A zero first moment beside a second moment that is not is a reset as well.
     """
-    held = [t for t in checkpoint.tensors.values() if t.role in ("exp_avg", "exp_avg_sq") and t.elements]
+    held = [t for t in checkpoint.tensors.values() if _role(t) in _MOMENTS and t.elements]
     if not held:
         raise NotApplicable("weights only: no optimizer states")
     step = checkpoint.meta.step
@@ -131,10 +141,10 @@ def moments(checkpoint: Checkpoint, _: Options, problems: list[Problem]) -> str:
         verdict = all_zero(checkpoint, tensor)
         if verdict is None:
             continue
-        seen[tensor.fqn].add(tensor.role)
-        by_key[tensor.fqn, tensor.role] = tensor
+        seen[tensor.fqn].add(_role(tensor))
+        by_key[tensor.fqn, _role(tensor)] = tensor
         if verdict:
-            zero[tensor.fqn].add(tensor.role)
+            zero[tensor.fqn].add(_role(tensor))
     if seen and zero.keys() >= seen.keys() and step is None and not _stepped(checkpoint):
         raise NotApplicable("all moments are zero and no step is recorded: never stepped")
     for fqn, roles in sorted(zero.items()):
