@@ -21,7 +21,6 @@ from typing import Any
 
 from diag.errors import UsageError
 
-
 Key = tuple[str, tuple[int, ...]]
 #: Indices on the wire are 32 bits wide.
 INDEX_BYTES = 4
