@@ -158,6 +158,12 @@ def summary(probe: Probe) -> str:
         top, low = max(reduces, key=lambda row: row.bytes), min(reduces, key=lambda row: row.bytes)
         parts.append(f"{named(top)} {top.busbw:.3g} GB/s (busbw)")
         parts.append(f"of {size_words(low.bytes)} {time_words(low.median_seconds)}")
+    small = min((row.bytes for row in reduces if row.group.startswith("tp[")), default=0)
+    if small:
+        worst = max((row for row in reduces if row.group.startswith("tp[") and row.bytes == small),
+                    key=lambda row: row.median_seconds)
+        parts.append(f"the small all_reduce that TP waits for ({size_words(small)}) takes up to "
+                     f"{time_words(worst.median_seconds)} ({worst.group})")
     if probe.links:
         rates = sorted(link.bytes_per_second for link in probe.links)
         parts.append(f"{plural(len(rates), 'link')} in {plural(probe.rounds, 'round')}: median "
