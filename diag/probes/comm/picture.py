@@ -33,6 +33,14 @@ def matrix(links: list[Link], most: int = MOST) -> tuple[list[str], list[list[fl
     return labels, cells
 
 
+def row_names(probe: Probe, labels: list[str]) -> list[str]:
+    """`labels` for the side of a picture: a rank with its host, where there are several."""
+    if len(set(probe.hosts)) < 2:
+        return labels
+    return [f"{label} {probe.hosts[int(label)]}" if label.isdigit() and int(label) < len(probe.hosts) else label
+            for label in labels]
+
+
 def _median(cells: list[list[float | None]]) -> float:
     known = sorted(value for row in cells for value in row if value is not None)
     return known[len(known) // 2] if known else 0.0
@@ -42,15 +50,16 @@ def terminal(probe: Probe, width: int) -> str:
     """Rows send, columns receive; darker is nearer to the median or above. Empty without links."""
     if not probe.links:
         return ""
-    labels, cells = matrix(probe.links, min(MOST, max(4, (width - 12) // 2)))
+    labels, cells = matrix(probe.links, min(MOST, max(4, (width - 22) // 2)))
+    labels = row_names(probe, labels)
     middle = _median(cells) or 1.0
-    room = min(10, max(map(len, labels)))
+    room = min(20, max(map(len, labels)))
     wide = 2 if len(labels) * 2 + room + 2 <= width else 1
     lines = [f"# links, B/s relative to the median ({middle / 1e9:.3g} GB/s): rows send, columns receive"]
     for label, row in zip(labels, cells, strict=True):
         marks = "".join((" ·" if value is None else f" {_shade(value / middle)}")[-wide:] for value in row)
-        lines.append(f"{printable(label)[:room]:>{room}} {marks}")
-    lines.append(f"{'':>{room}}  · not measured; 0 below a tenth of the median ... 9, # above nine tenths")
+        lines.append(f"{printable(label)[:room]:<{room}} {marks}")
+    lines.append(f"{'':>{room}}  · not measured; tenths of the median, # from 95 %")
     return "\n".join(line[:width] for line in lines) + "\n\n"
 
 
@@ -87,7 +96,8 @@ def png(probe: Probe, path: Path) -> None:
     if len(labels) <= 32:
         shown = [printable(label).replace("$", r"\$") for label in labels]
         axes.set_xticks(range(len(labels)), shown, rotation=90)
-        axes.set_yticks(range(len(labels)), shown)
+        axes.set_yticks(range(len(labels)), [printable(name).replace("$", r"\$")[:24] for name in
+                                             row_names(probe, labels)])
     figure.tight_layout()
     try:
         figure.savefig(path, dpi=120, format="png")
@@ -118,7 +128,7 @@ def _table(probe: Probe) -> str:
     middle = _median(cells) or 1.0
     head = "".join(f"<th>{escape(printable(label))}</th>" for label in labels)
     rows = []
-    for label, row in zip(labels, cells, strict=True):
+    for label, row in zip(row_names(probe, labels), cells, strict=True):
         marks = "".join("<td></td>" if value is None else
                         f"<td class=n style='background:hsl({120 * min(1.0, value / middle):.0f} 60% 50% / 45%)'>"
                         f"{value / 1e9:.3g}</td>" for value in row)
