@@ -198,6 +198,7 @@ _ROWS = (
     Cause("link_measured", "what a probe measured between the ranks of a job", "context"),
     Cause("straggler", "one rank is persistently slower than its peers (which phase, since when)", "degraded"),
     Cause("pool_member_lost", "a rank of one pool died or stopped answering, and the other pool lost it", "failed"),
+    Cause("pool_restarted", "a rank of a pool died, all ranks were started again, and the run went on", "degraded"),
     Cause("pool_imbalance", "one pool is idle while the other works: the ratio of their ranks does not fit the work",
           "degraded"),
     Cause("pool_weights_late", "the compute pool waits for weights because the update pool, or one rank of it, is slow",
@@ -209,6 +210,8 @@ _ROWS = (
           "degraded"),
     Cause("pool_payload_corrupt", "messages between the pools arrived damaged (checksum)", "degraded"),
     Cause("pool_version_mismatch", "gradients or weights of another weight version or incarnation crossed the pools",
+          "degraded"),
+    Cause("pool_delivery", "messages between the pools came late, twice or in another order, and were sorted out",
           "degraded"),
     Cause("pool_staleness", "gradients of weights older than the run allows", "degraded"),
     Cause("pool_measured", "both pools of a separated run side by side, and whether separation pays", "context"),
@@ -255,7 +258,7 @@ GENERAL = frozenset({
     "gpu_hw_fault", "dataloader_worker_killed", "loss_spike", "loss_divergence", "slow_node", "slow_data_io",
     "straggler", "throughput_decay", "periodic_stall", "all_to_all_slow", "moe_token_drop", "moe_expert_imbalance",
     "ckpt_incomplete", "preempted", "pool_member_lost", "pool_imbalance", "pool_weights_late", "pool_gradients_late",
-    "pool_communication", "pool_queue_growth", "pool_staleness",
+    "pool_communication", "pool_queue_growth", "pool_staleness", "pool_restarted", "pool_delivery",
 })
 
 

@@ -5,7 +5,9 @@ not what the user asks about, and must not become the root of a report about the
 
 - logs that say where they were started (`pdtrain-start`): everything above the last such line;
 - a rank's events: everything before its last "start"; a rank that took no part in the last start: all of it;
-- torchrun's folders of earlier launches, and dumps that the recorder has set aside (`dumps/earlier_<n>/`).
+- torchrun's folders of earlier launches and attempts, and dumps that the recorder has set aside
+  (`dumps/earlier_<n>/`). The folders of the last one may hold nothing that was read, after a good end: the events tell
+  whether a start that came after a folder was made was not the last.
 
 Metrics stay whole: a loss is judged over the restarts. Logs of other programs know their attempts themselves.
 """
@@ -27,6 +29,7 @@ START_RULE = "pdtrain-start"
 SAME_START_SECONDS = 600.0
 #: pdtrain train names torchrun's folder by the UTC time of the launch.
 _LAUNCH = re.compile(r"^(\d{8}T\d{6}Z)-")
+_ATTEMPT = re.compile(r"^attempt_(\d{1,6})$")
 _SET_ASIDE = re.compile(r"^earlier_\d+$")
 
 
@@ -37,7 +40,8 @@ def last_starts(items: Sequence[Artefact]) -> tuple[list[Artefact], list[str]]:
         if isinstance(item, EventLog):
             events.setdefault(_root(item.path), []).append(item)
     began = {root: _began(logs) for root, logs in events.items()}
-    launches = _newest_launches(items)
+    launches, ended = _newest_launches(items), {root: _earlier(logs) for root, logs in events.items()}
+    attempts = {root: _attempt(logs) for root, logs in events.items()}
     earlier: dict[PurePath, int] = {}
     kept: list[Artefact] = []
     for item in items:
@@ -47,7 +51,8 @@ def last_starts(items: Sequence[Artefact]) -> tuple[list[Artefact], list[str]]:
             cut = _cut_log(item)
         elif isinstance(item, EventLog):
             cut = _cut_events(item, began[_root(item.path)])
-        if _of_earlier_launch(item, launches) or (root is not None and _set_aside(item)):
+        if _of_earlier_launch(item, launches, ended.get(root, ()) if root is not None else ()) or (
+                root is not None and (_set_aside(item) or _of_earlier_attempt(item, attempts[root]))):
             cut = None
         if cut is not item:
             place = root if root is not None else PurePath(item.path)
@@ -73,6 +78,23 @@ def _began(logs: list[EventLog]) -> float | None:
     """When the last start of a run began, in Unix seconds."""
     starts = [start for log in logs if (start := _last_start(log)) is not None]
     return min((start for start in starts if max(starts) - start <= SAME_START_SECONDS), default=None)
+
+
+def _earlier(logs: list[EventLog]) -> list[float]:
+    """When the starts before the last one began: of rank 0, whose clock is the launcher's."""
+    starts = [[event.time for event in log.events if event.name == "start" and event.time is not None]
+              for log in logs if log.ranks == [0]]
+    return max(starts, key=len, default=[])[:-1]
+
+
+def _attempt(logs: list[EventLog]) -> int:
+    """The number of torchrun's last attempt where torchrun itself started the ranks again, from 0."""
+    for log in logs:
+        for trouble in log.pool.trouble("pool_restart") if log.pool is not None else ():
+            start = trouble.first.get("start")
+            if isinstance(start, int) and trouble.first.get("failures") == []:
+                return start - 1
+    return 0
 
 
 def _cut_events(log: EventLog, began: float | None) -> EventLog | None:
@@ -120,9 +142,16 @@ def _newest_launches(items: Sequence[Artefact]) -> dict[PurePath, float]:
     return newest
 
 
-def _of_earlier_launch(item: Artefact, newest: dict[PurePath, float]) -> bool:
+def _of_earlier_launch(item: Artefact, newest: dict[PurePath, float], earlier: Sequence[float]) -> bool:
+    """Whether a newer launch is known, or a start that came after this one was not the last."""
     found = _launch(item.path)
-    return found is not None and found[1] < newest[found[0]]
+    return found is not None and (found[1] < newest[found[0]] or any(found[1] <= start for start in earlier))
+
+
+def _of_earlier_attempt(item: Artefact, last: int) -> bool:
+    attempt = next((_ATTEMPT.match(folder.name) for folder in PurePath(item.path).parents
+                    if _ATTEMPT.match(folder.name)), None)
+    return attempt is not None and int(attempt[1]) < last
 
 
 def _set_aside(item: Artefact) -> bool:

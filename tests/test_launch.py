@@ -123,3 +123,28 @@ def test_a_directory_that_cannot_be_made_is_a_usage_error(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write to"):
         launch(["-c", ""], processes=1, run_dir=tmp_path / "file")
+
+
+DYING = """
+import os, sys, time
+from pdtrain.restart import Restart
+restart = Restart.from_environment()
+if os.environ["RANK"] == "0":
+    print(restart.start, [(f.start, f.rank, f.how) for f in restart.failures], flush=True)
+elif restart.count < int(sys.argv[1]):
+    os.kill(os.getpid(), 9) if sys.argv[2] == "kill" else sys.exit(int(sys.argv[2]))
+time.sleep(60 if restart.count < int(sys.argv[1]) else 0)
+"""
+
+
+def test_dead_ranks_are_started_again_and_know_it(tmp_path: Path, capfd):
+    assert launch(["-c", DYING, "1", "kill"], processes=2, run_dir=tmp_path, restarts=2) == 0
+    printed = capfd.readouterr()
+    assert printed.out == "1 []\n2 [(1, 1, 'was killed by SIGKILL')]\n"
+    assert printed.err == "pdtrain: rank 1 failed first: it was killed by SIGKILL; all ranks start again (1 of 2)\n"
+
+
+@pytest.mark.parametrize(("how", "status", "starts"), [("2", 2, 1), ("5", 5, 2)])
+def test_a_wrong_command_is_not_started_again(how: str, status: int, starts: int, tmp_path: Path, capfd):
+    assert launch(["-c", DYING, "9", how], processes=2, run_dir=tmp_path, restarts=1) == status
+    assert len(capfd.readouterr().out.splitlines()) == starts

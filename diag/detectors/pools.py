@@ -20,9 +20,9 @@ from diag.pools.against import against, verdict_finding
 from diag.pools.balance import balance
 from diag.pools.exchange import communication, queues
 from diag.pools.gather import COMPUTE, LEAST_STEPS, NOUN, UPDATE, Job, separated
-from diag.pools.members import lost, slow_compute, slow_update
+from diag.pools.members import lost, restarted, slow_compute, slow_update
 from diag.pools.tables import side_by_side
-from diag.pools.versions import corrupt, mismatched, stale
+from diag.pools.versions import corrupt, delivered, mismatched, stale
 from diag.schema import Finding, Where
 
 
@@ -35,7 +35,7 @@ def pools(artefacts: Artefacts) -> Iterator[Finding | NotChecked]:
             yield NotChecked(f"{job.directory} is separated (pools.mode = \"{job.mode}\"), but its ranks recorded no "
                              "pool events")
             continue
-        found = [*lost(job), *corrupt(job), *mismatched(job), *stale(job)]
+        found = [*lost(job), *restarted(job), *corrupt(job), *mismatched(job), *stale(job), *delivered(job)]
         missing = [role for role in (COMPUTE, UPDATE) if not job.measured(role)]
         if missing:
             yield _unmeasured(job, missing)

@@ -72,6 +72,8 @@ def lost(job: Job) -> Iterator[Finding]:
     if not reports:
         return
     reports.sort(key=lambda report: report.trouble.time or 0.0)
+    if mute := [report for report in reports if report.trouble.first.get("alive") is not True]:
+        reports = mute  # who answers, and only waits for others, is not the one
     alive = {report.member.rank for report in reports}
     gone = sorted({report.peer for report in reports} - alive) or [reports[0].peer]
     about = [report for report in reports if report.peer in gone]
@@ -90,6 +92,72 @@ def lost(job: Job) -> Iterator[Finding]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Again:
+    """The last start of a job followed the death of a rank (event `pool_restart` of `member`)."""
+
+    member: Member
+    trouble: Trouble
+
+    @property
+    def failures(self) -> list[tuple[int, int, str]]:
+        """(start, rank, how) of each start that ended by a death, as the launcher knows it; the last one last."""
+        said = self.trouble.first.get("failures")
+        found = []
+        for one in said if isinstance(said, list) else ():
+            if isinstance(one, dict) and _number(one.get("start")) and _number(one.get("rank")):
+                found.append((one["start"], one["rank"], str(one.get("how", "died"))[:60]))
+        return found[-64:]
+
+    def whole(self, key: str) -> int | None:
+        """A whole number of the event."""
+        value = self.trouble.first.get(key)
+        return value if isinstance(value, int) and _number(value) else None
+
+    @property
+    def cost(self) -> str:
+        """Where the run went on, and what was done twice."""
+        record = self.trouble.first
+        step, lost = self.whole("step"), self.whole("lost_steps")
+        where = {"kept": f"they went on after step {step}, which the update pool had kept",
+                 "checkpoint": f"they went back to the checkpoint of step {step}",
+                 "beginning": "they began anew, without any checkpoint"}.get(str(record.get("source")), "they went on")
+        done = "no step was lost" if not lost else f"{lost} step{'s' if lost != 1 else ''} had to be computed again"
+        seconds = record.get("seconds")
+        took = f", {seconds:.0f} s passed" if isinstance(seconds, (int, float)) and 0 <= seconds < 1e9 else ""
+        return f"{where}; {done}{took}"
+
+    def finding(self, job: Job) -> Finding:
+        """A rank died, and the run went on without it having cost more than this."""
+        failures = self.failures
+        ranks = sorted({rank for _, rank, _ in failures[-1:]})
+        earlier = "".join(f" Before, {job.name([rank])} {how} (start {start})." for start, rank, how in failures[-4:-1])
+        who = f"{_who(job, ranks)} {failures[-1][2]}" if failures else "A rank died, torchrun knows which"
+        return Finding(
+            cause="pool_restarted", severity="warning", confidence=0.9,
+            summary=f"{who}, and all ranks were started again (start {self.whole('start')}): {self.cost}."
+                    + earlier,
+            where=Where(ranks=ranks, hosts=job.hosts(ranks), group=GROUP, step=_step(self.trouble),
+                        time=stamp(self.trouble.time)),
+            evidence=[Evidence(path=self.member.log.path, line=self.trouble.line, rank=self.member.rank,
+                               text=f"pool_restart: start {self.whole('start')}, {self.cost}"[:400])],
+            numbers={"failures": [{"start": s, "rank": rank, "how": how} for s, rank, how in failures],
+                     "lost_steps": self.whole("lost_steps")},
+        )
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+
+
+def restarted(job: Job) -> Iterator[Finding]:
+    """At most one finding: the last start of the job followed the death of a rank."""
+    for member in job.members.values():
+        for trouble in member.pool.trouble("pool_restart"):
+            yield Again(member, trouble).finding(job)
+            return
+
+
 def _step(trouble: Trouble) -> int | None:
     """The step of a loss: its own field, or what was waited for."""
     said = re.search(r"\bstep (\d{1,12})\b", str(trouble.first.get("waiting_for", "")))
@@ -101,6 +169,8 @@ def _sentence(job: Job, gone: list[int], about: list[Report], *, silent: bool, w
     waiting = about[0].trouble.first.get("waiting_for")
     what = f" while waiting for {waiting[:120]}" if isinstance(waiting, str) else ""
     does = "does not answer" if silent else "went away"
+    if any(report.trouble.first.get("alive") is True for report in about):
+        does = "answers, but sends nothing"
     if len(gone) > 1:
         does = "do not answer" if silent else "went away"
     said = [rank for rank in gone if rank in job.members and job.members[rank].ended]

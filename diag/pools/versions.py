@@ -118,6 +118,42 @@ def _mismatch(job: Job, seen: list[Seen]) -> Finding:
     )
 
 
+#: What came otherwise than it was sent, in words: the receiver records the first two, the sender the third.
+ODD = {"pool_duplicate": "twice", "pool_reordered": "after a later one", "pool_late": "late"}
+
+
+def delivered(job: Job) -> Iterator[Finding]:
+    """At most one finding: messages that came late, twice or out of order. Nothing wrong follows from them."""
+    words, every, proof = [], [], []
+    for name, what in ODD.items():
+        seen = items = _seen(job, name)
+        if name == "pool_late":  # the sender has recorded it, of itself
+            items = [Seen(job.members[s.sender], s.receiver.rank, s.trouble) for s in seen if s.sender in job.members]
+        if not items:
+            continue
+        slowest = _slowest(items) if name == "pool_late" else None
+        took = f", {slowest:.3g} s until answered" if slowest is not None else ""
+        words.append(f"{sum(s.trouble.count for s in items)} {what} ({pairs_text(items)}{took})")
+        every += items
+        proof += _proof(seen) if name != "pool_late" else [
+            Evidence(path=s.receiver.log.path, line=s.trouble.line, rank=s.receiver.rank, time=stamp(s.trouble.time),
+                     text=f"step {s.trouble.step}: pool_late, to rank {s.sender}") for s in seen[:MOST_EVIDENCE]]
+    if not every:
+        return
+    total = sum(s.trouble.count for s in every)
+    yield Finding(
+        cause="pool_delivery", severity="info", confidence=0.8, where=_where(job, guilty(every), every[0]),
+        summary=f"{total} message{'s' if total > 1 else ''} came otherwise than sent: {'; '.join(words)}. Each was "
+                "recognised, and nothing was applied twice or in another order.",
+        evidence=proof[:MOST_EVIDENCE], numbers={"messages": total, "pairs": _rows(every)},
+    )
+
+
+def _slowest(items: Sequence[Seen]) -> float | None:
+    values = [s.trouble.first.get("seconds") for s in items]
+    return max((v for v in values if isinstance(v, (int, float)) and 0 <= v < 1e9), default=None)
+
+
 def _accepted_within(job: Job, seen: Seen) -> bool:
     """Whether all of these were accepted within the staleness that the run allows: no trouble at all."""
     record = seen.trouble.first

@@ -5,8 +5,11 @@ links.py     one pair of ranks, one direction; its ends: sending.py, with resend
 plan.py      which update rank owns which part of the model, in which buckets it travels
 compute.py   the compute rank's side of the exchange
 update.py    the update rank: masters, moments, the step
+matrices.py  whole matrices on their owner, for Muon
 state.py     the update pool's state as a checkpoint sees it
 run.py       joining the pools: groups, agreement at the start, the update rank's loop
+keep.py      what a rank keeps in a file that survives its process; own_state.py: of a compute rank
+rejoin.py    where all ranks go on after a death, and what it cost
 faults.py    faults on purpose, for tests and drills
 
 How it is used and what is guaranteed: docs/pools.md.

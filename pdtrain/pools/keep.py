@@ -113,9 +113,10 @@ class Keep:
         self._map[start : start + PAGE] = bytes(PAGE)
         body = start + PAGE
         self._map[body : body + len(text)] = text
-        for place, tensor in self._places(version, tensors):
+        places = self._places(version, tensors)
+        for number, (place, tensor) in enumerate(places):
             place.copy_(tensor)
-            if tensor is tensors[len(tensors) // 2]:
+            if number == len(places) // 2:
                 self.interrupt(version)
         mark = MARK.pack(version, len(text), self._checksum(version, len(text)))
         self._map[start : start + MARK.size + 4] = mark + struct.pack("<I", zlib.crc32(mark))

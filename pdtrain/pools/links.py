@@ -20,6 +20,8 @@ from pdtrain.pools.message import HEADER_BYTES, Header, Kind, PoolError
 Direction = Literal["up", "down"]  # gradients to the update pool; weights back
 #: Messages sent ahead of the oldest unanswered one.
 WINDOW = 4
+#: Who may not be the first to speak of a silence waits up to so much longer.
+MERCY_SECONDS = 10.0
 #: Why a peer is lost, when its process is gone.
 CLOSED = "connection closed"
 #: What is sent anew when a step is computed again.
@@ -41,13 +43,15 @@ class End:
     note: Callable[..., None]
     names: Callable[[int], str]
 
-    def lost(self, reason: str, waiting_for: str, seconds: float = 0.0) -> PoolError:
-        """The peer is gone or silent; recorded and told."""
+    def lost(self, reason: str, waiting_for: str, seconds: float = 0.0, *, alive: bool = False) -> PoolError:
+        """The peer is gone or silent; recorded and told. `alive`: its process answers, so it may wait for others."""
         silent = reason.startswith("no answer")
         self.note("pool_timeout" if silent else "pool_peer_lost", peer=self.peer, direction=self.direction,
-                  waiting_for=waiting_for, reason=reason, seconds=round(seconds, 3))
+                  waiting_for=waiting_for, reason=reason, seconds=round(seconds, 3), alive=alive or None)
         me, peer = self.names(self.rank), self.names(self.peer)
-        if silent:
+        if alive:
+            text = f"pools: {me} waited {seconds:.0f} s for {peer}, which answers but has not sent {waiting_for}"
+        elif silent:
             limit = f"{self.timeout_seconds:g} s"
             text = f"pools: {me} got no answer from {peer} in {limit} while waiting for {waiting_for}"
         else:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from diag.errors import PdtrainError
 
-#: magic, kind, status, attempt, incarnation, version, step, micro, bucket, sequence, length, checksum; then a CRC of it
-HEADER = struct.Struct("<4sBBHIiiiiQQQ8x")
+#: magic, kind, status, attempt, incarnation, version, step, micro, bucket, sequence, length, checksum, order, CRC
+HEADER = struct.Struct("<4sBBHIiiiiQQQI4x")
 HEADER_BYTES = 64
 MAGIC = b"pdpl"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,6 +48,7 @@ class Kind(IntEnum):
     ACK = 7  # the receiver's answer to any of these; `status` says which
     END = 8  # nothing more will come
     KEPT = 9  # the update rank's state after the step is in its file
+    PING = 10  # nothing; whether the peer's process still answers
 
 
 class Status(IntEnum):
@@ -63,13 +64,15 @@ class Status(IntEnum):
 NOUNS = {
     Kind.GRADIENTS: "gradients", Kind.WEIGHTS: "weights", Kind.COMMIT: "the commit", Kind.AFTER: "the end",
     Kind.REPORT: "the report", Kind.MASTERS: "the first weights", Kind.ACK: "an answer", Kind.END: "the end",
-    Kind.KEPT: "the kept state",
+    Kind.KEPT: "the kept state", Kind.PING: "a sign of life",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """See HEADER. `attempt`: how often the step's gradients were computed before."""
+    """See HEADER. `attempt`: how often the step's gradients were computed before. `sequence` counts what was sent,
+    `order` what was handed over to be sent, from 1; 0 for what is sent again.
+    """
 
     kind: Kind
     step: int
@@ -82,12 +85,13 @@ class Header:
     sequence: int = 0
     length: int = 0
     checksum: int = 0
+    order: int = 0
 
     def pack(self) -> Tensor:
         """The header as 64 bytes."""
         body = HEADER.pack(
             MAGIC, self.kind, self.status, self.attempt, self.incarnation, self.version, self.step, self.micro,
-            self.bucket, self.sequence, self.length, self.checksum,
+            self.bucket, self.sequence, self.length, self.checksum, self.order,
         )  # fmt: skip
         return as_bytes(body + struct.pack("<I", zlib.crc32(body)))
 
@@ -99,13 +103,13 @@ class Header:
         """
         raw = packed.numpy().tobytes()
         (crc,) = struct.unpack_from("<I", raw, 60)
-        magic, kind, status, attempt, incarnation, version, step, micro, bucket, sequence, length, checksum = (
-            HEADER.unpack_from(raw)
-        )
+        (magic, kind, status, attempt, incarnation, version, step, micro, bucket, sequence, length, checksum,
+         order) = HEADER.unpack_from(raw)
         if magic != MAGIC or zlib.crc32(raw[:60]) != crc:
             raise Damaged("the header of a message is damaged")
         return cls(
-            Kind(kind), step, version, bucket, micro, attempt, incarnation, Status(status), sequence, length, checksum
+            Kind(kind), step, version, bucket, micro, attempt, incarnation, Status(status), sequence, length, checksum,
+            order,
         )
 
     @property

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdtrain.pools.links import REPEATED, WINDOW, End, LinkThread
+from pdtrain.pools.links import MERCY_SECONDS, REPEATED, WINDOW, End, LinkThread
 from pdtrain.pools.message import HEADER_BYTES, Damaged, Header, Kind, PoolError, Status, checksum, describe
 
 #: Steps for which a receiver remembers what it has seen, to know a duplicate.
 REMEMBERED_STEPS = 8
+#: A process that lives answers a ping within this time.
+PING_SECONDS = 2.0
 
 
 class NewerAttempt(Exception):
@@ -30,11 +32,12 @@ class Receiver(LinkThread):
 
     def __init__(self, end: End, judge: Callable[[int, Header], Status]) -> None:
         self.judge = judge
+        self.alive: Callable[[float], bool] = lambda seconds: False  # asks the peer, through the other direction
         self.oldest: dict[int, int] = {}  # step -> the oldest weight version among the gradients taken for it
         self.box: dict[tuple[Kind, int, int, int], tuple[Header, Tensor]] = {}
         self.attempts: dict[int, int] = {}  # step -> newest attempt
         self._seen: set[tuple[Kind, int, int, int, int]] = set()
-        self._newest_step = 0
+        self._newest_step = self._newest_order = 0
         self._answers: deque[tuple[Tensor, Any]] = deque()
         self._damaged: dict[tuple[Kind, int, int, int], int] = {}
         self._wanted = "messages"
@@ -47,7 +50,22 @@ class Receiver(LinkThread):
             PoolError: the peer is gone or silent.
             NewerAttempt: gradients of a later attempt at this step are on their way.
         """
-        key, began = (kind, step, micro, bucket), time.monotonic()
+        began, limit, alive = time.monotonic(), self.end.timeout_seconds, False
+        while not (found := self._look((kind, step, micro, bucket), attempt, began + limit)):
+            waited = time.monotonic() - began
+            if not alive and self.alive(PING_SECONDS):
+                # Its loop waits for somebody else. Whoever waits for the silent one speaks first.
+                alive, limit = True, limit + min(self.end.timeout_seconds, MERCY_SECONDS)
+                continue
+            alive = alive and self.alive(PING_SECONDS)
+            with self.changed:
+                self.error = self.end.lost(f"no answer in {limit:g} s", self._wanted, waited, alive=alive)
+                raise self.error
+        return found[0]
+
+    def _look(self, key: tuple[Kind, int, int, int], attempt: int, until: float) -> tuple[Tensor | None] | None:
+        """What `take` returns, in a tuple; None when nothing has come by then."""
+        kind, step, micro, bucket = key
         commit = (Kind.COMMIT, step, 0, 0)
         with self.changed:
             self._wanted = describe(kind, step, bucket, micro)
@@ -55,17 +73,14 @@ class Receiver(LinkThread):
                 if kind in REPEATED and self.attempts.get(step, 0) > attempt:
                     raise NewerAttempt
                 if key in self.box:
-                    return self.box.pop(key)[1]
+                    return (self.box.pop(key)[1],)
                 if kind is Kind.GRADIENTS and commit in self.box:
-                    return None
+                    return (None,)
                 self._raise()
-                waited = time.monotonic() - began
-                if waited >= self.end.timeout_seconds:
-                    self.error = self.end.lost(
-                        f"no answer in {self.end.timeout_seconds:g} s", self._wanted, waited
-                    )
-                    raise self.error
-                self.changed.wait(self.end.timeout_seconds - waited)
+                left = until - time.monotonic()
+                if left <= 0:
+                    return None
+                self.changed.wait(left)
 
     def newest(self, kind: Kind) -> Tensor | None:
         """The newest message of `kind` that is here, without waiting; older ones are forgotten."""
@@ -119,7 +134,7 @@ class Receiver(LinkThread):
 
     def _verdict(self, header: Header, payload: Tensor) -> Status:
         note = {"step": header.step, "peer": self.end.peer, "direction": self.end.direction, "bucket": header.bucket}
-        if header.kind is Kind.END:
+        if header.kind in (Kind.END, Kind.PING):
             return Status.OK
         if header.length and checksum(payload) != header.checksum:
             bad = self._damaged[header.key] = self._damaged.get(header.key, 0) + 1
@@ -138,6 +153,10 @@ class Receiver(LinkThread):
         if duplicate:
             self.end.note("pool_duplicate", **note)
             return Status.OK
+        if header.order:
+            if header.order < self._newest_order:
+                self.end.note("pool_reordered", **note)
+            self._newest_order = max(self._newest_order, header.order)
         status = self.judge(self.end.peer, header)
         if status is not Status.OK:
             with self.changed:

@@ -335,6 +335,8 @@ def _links(ends: list[End], rank: int, judge: Any) -> tuple[dict[int, Sender], d
             senders[end.peer] = Sender(end, faults)
         else:
             receivers[end.peer] = Receiver(end, judge)
+    for peer, receiver in receivers.items():
+        receiver.alive = senders[peer].ping
     return senders, receivers
 
 

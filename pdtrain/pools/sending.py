@@ -18,11 +18,14 @@ import torch
 from torch import Tensor
 
 from pdtrain.pools.faults import Fault
-from pdtrain.pools.links import WINDOW, End, LinkThread
+from pdtrain.pools.links import MERCY_SECONDS, WINDOW, End, LinkThread
 from pdtrain.pools.message import HEADER_BYTES, Header, Kind, PoolError, Status, checksum
 
 #: A message held back by the fault `reorder` leaves after this long, when no other follows.
 HELD_SECONDS = 0.3
+#: A message is late when its answer comes after this share of what a wait may last.
+LATE_SHARE = 0.2
+NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(slots=True)
@@ -33,6 +36,7 @@ class Outgoing:
     payload: Tensor
     tries: int = 0
     sent: float = 0.0
+    handed: float = 0.0
     works: list[Any] = field(default_factory=list)
 
 
@@ -44,7 +48,7 @@ class Sender(LinkThread):
         self.queue: deque[Outgoing] = deque()
         self.inflight: dict[int, Outgoing] = {}
         self.refused: list[Header] = []
-        self._sequence = 0
+        self._sequence = self._order = self._answered = 0
         self._held: Outgoing | None = None
         self._in_hand = False
         self._answer = torch.empty(HEADER_BYTES, dtype=torch.uint8)
@@ -59,7 +63,8 @@ class Sender(LinkThread):
         header = header.like(incarnation=self.end.incarnation, length=size, checksum=checksum(payload) if size else 0)
         with self.changed:
             self._wait(lambda: len(self.queue) < self.end.depth, "room to send " + header.words())
-            self.queue.append(Outgoing(header, payload))
+            self._order += 1
+            self.queue.append(Outgoing(header.like(order=self._order), payload, handed=time.perf_counter()))
             self.counters.count(header)  # here, so that it belongs to the step whose loop handed it over
             self.counters.queue_depth = max(self.counters.queue_depth, len(self.queue) + len(self.inflight))
             self.changed.notify_all()
@@ -74,6 +79,17 @@ class Sender(LinkThread):
             refused, self.refused = self.refused, []
         return refused
 
+    def ping(self, seconds: float) -> bool:
+        """Whether the peer's process answers anything within `seconds`: its links work while its loop waits."""
+        with self.changed:
+            if self.error is not None or self.closing:
+                return False
+            before = self._answered
+            self.queue.append(Outgoing(Header(Kind.PING, 0, 0, incarnation=self.end.incarnation), NOTHING))
+            self.changed.notify_all()
+            return self.changed.wait_for(lambda: self._answered > before or self.error is not None, seconds) \
+                and self.error is None
+
     def _idle(self) -> bool:
         return not self.queue and not self.inflight and not self._in_hand and self._held is None
 
@@ -81,7 +97,7 @@ class Sender(LinkThread):
         """Tell the peer that nothing more comes, and end the thread."""
         if self.error is None:
             self.drain()
-            self.put(Header(Kind.END, 0, 0), torch.empty(0, dtype=torch.uint8))
+            self.put(Header(Kind.END, 0, 0), NOTHING)
             self.drain()
         with self.changed:
             self.closing = True
@@ -90,15 +106,18 @@ class Sender(LinkThread):
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         """Under the lock: until `ready`, an error, or the time is up."""
-        began = time.monotonic()
+        began, limit = time.monotonic(), self.end.timeout_seconds
         while not ready():
             self._raise()
-            left = self.end.timeout_seconds - (time.monotonic() - began)
+            left = limit - (time.monotonic() - began)
             if left <= 0 or not self.changed.wait(left):
                 if ready():
                     return
                 self._raise()
-                limit = self.end.timeout_seconds
+                if not self.inflight and limit == self.end.timeout_seconds:
+                    # Nothing has left, so the peer owes no answer; it sees that better, and speaks first.
+                    limit += 2 * min(self.end.timeout_seconds, MERCY_SECONDS)
+                    continue
                 self.error = self.end.lost(f"no answer in {limit:g} s", what, limit)
         self._raise()
 
@@ -143,7 +162,7 @@ class Sender(LinkThread):
             return
         self._post(message, kinds)
         if "duplicate" in kinds:
-            self._post(Outgoing(message.header, message.payload, message.tries), {})
+            self._post(Outgoing(message.header, message.payload, message.tries, handed=message.handed), {})
         if self._held is not None:
             held, self._held = self._held, None
             self._post(held, {})
@@ -151,6 +170,8 @@ class Sender(LinkThread):
     def _post(self, message: Outgoing, faults: dict[str, Fault]) -> None:
         self._sequence += 1
         header, payload = message.header.like(sequence=self._sequence), message.payload
+        if message.tries:
+            header = header.like(order=0)
         if "version" in faults:
             fault = faults["version"]
             header = header.like(version=fault.version) if fault.incarnation is None else \
@@ -173,12 +194,16 @@ class Sender(LinkThread):
         now = time.perf_counter()
         with self.changed:
             message = self.inflight.pop(answer.sequence)
+            self._answered += 1
             self.counters.answers += 1
             self.counters.latency_sum += now - message.sent
         for work in message.works[:-1]:
             work.wait()
         message.works = []
         header = message.header
+        if message.handed and (seconds := now - message.handed) > LATE_SHARE * self.end.timeout_seconds:
+            self.end.note("pool_late", step=header.step, peer=self.end.peer, direction=self.end.direction,
+                          bucket=header.bucket, seconds=round(seconds, 3))
         if answer.status is Status.CHECKSUM:
             self._again(message, "checksum")
         elif answer.status in (Status.VERSION, Status.REFUSED) and header.kind is Kind.GRADIENTS:

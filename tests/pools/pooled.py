@@ -37,11 +37,11 @@ def pooled_run(mode: str, *, compute: int, update: int, tensor: int = 1, expert:
 
 
 def pooled_steps(
-    rank: int, run: Run, steps: int, folder: Path, resume: bool = False, save: bool = False, reach: int | None = None
+    rank: int, run: Run, steps: int, folder: Path, resume: bool = False, save: bool = False, total: bool = False
 ) -> tuple[Trained | None, list[dict[str, Any]]]:
     """`steps` steps of `run` in this rank's role; losses and weights (rank 0), and what was recorded.
 
-    `save`: a checkpoint of everything after the last step. `reach`: pretend that a run before had come this far.
+    `save`: a checkpoint of everything after the last step. `total`: `steps` counts from the beginning of the run.
     """
     import torch
 
@@ -62,7 +62,7 @@ def pooled_steps(
         worker.attach(notes)  # type: ignore[arg-type]
         while worker.one_step():
             pass
-        worker.side.close()
+        worker.close()
         return None, notes.events
     device = torch.device("cpu")
     model = build_parallel_model(run, meshes, device)
@@ -73,18 +73,19 @@ def pooled_steps(
     side.attach(notes)  # type: ignore[arg-type]
     step_once = TrainStep(resolved, model, None, rows, NumberedSequences(), meshes, device, notes, None, side)  # type: ignore[arg-type]
     losses, norms, consumed = [], [], joined.consumed
-    for step in range(joined.step, joined.step + steps):
+    last = steps if total else joined.step + steps
+    for step in range(joined.step, last):
         result = step_once(consumed, learning_rate(run.optimizer, step, run.train.steps), False)
         consumed += TRAIN_BATCH
         losses.append(result.loss.item())
         norms.append(dict(zip(rows, result.norms.tolist(), strict=True)))
-        if step + 1 < joined.step + steps:
+        if step + 1 < last:
             checkpoints.go_on(step + 1)
     side.settle()
     if save:
-        assert checkpoints.save(joined.step + steps, consumed)
+        assert checkpoints.save(last, consumed)
     else:
-        side.after(joined.step + steps, end=True)
+        side.after(last, end=True)
     weights = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
     side.close()
     return Trained(losses, None, norms, weights if rank == 0 else None, joined.restored()), notes.events

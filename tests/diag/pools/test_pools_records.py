@@ -126,3 +126,39 @@ def test_the_live_screen_shows_both_pools(tmp_path: Path) -> None:
     assert "compute pool" in shown and "99% busy" in shown and "update pool" in shown
     assert "8" in shown.split("update pool")[1].split("% busy")[0]
     assert "pools' link" in shown and "queue 5" in shown
+
+
+def restart(**fields: Any) -> dict[str, Any]:
+    """Rank 0's event of a start that followed the death of update rank 3."""
+    failures = [{"start": 1, "rank": 3, "how": "was killed by SIGKILL"}]
+    return {"event": "pool_restart", "time": 1_700_000_000.0, "start": 2, "failures": failures, "step": 20,
+            "reached": 21, "lost_steps": 1, "source": "kept", "lacking": [], "seconds": 11.7} | fields  # fmt: skip
+
+
+def test_a_run_that_was_started_again_is_not_a_failed_one(tmp_path: Path) -> None:
+    found = pdtrain("diag", "pools", Run(events={0: [restart()]}).write(tmp_path / "run"), "--json").json()
+    (one,) = [f for f in found["findings"] if f["severity"] == "warning"]
+    assert (one["cause"], one["where"]["ranks"], one["playbook"]) == ("pool_restarted", [3], "pool-member")
+    assert "was killed by SIGKILL" in one["summary"]
+    assert "after step 20, which the update pool had kept" in one["summary"]
+    assert "1 step had to be computed again, 12 s passed" in one["summary"] and found["verdict"] == "degraded"
+
+
+@pytest.mark.parametrize("fields", [
+    {"failures": 7}, {"failures": [{"rank": "x"}]}, {"step": True, "start": [], "seconds": "now", "lost_steps": -1},
+    {"source": ["kept"], "failures": [{"start": 1, "rank": 1 << 70, "how": 3}]},
+])  # fmt: skip
+def test_a_restart_may_say_anything(tmp_path: Path, fields: dict[str, Any]) -> None:
+    found = pdtrain("diag", "pools", Run(events={0: [restart(**fields)]}).write(tmp_path / "run"), "--json").json()
+    assert "pool_restarted" in {f["cause"] for f in found["findings"]}
+
+
+def test_odd_delivery_is_named_and_no_alarm(tmp_path: Path) -> None:
+    events = {2: [trouble("pool_duplicate", 9, 1, direction="up", bucket=0),
+                  trouble("pool_reordered", 12, 1, direction="up", bucket=1)],
+              1: [trouble("pool_late", 30, 2, direction="up", bucket=0, seconds=3.21)]}  # fmt: skip
+    found = pdtrain("diag", "pools", Run(update=1, events=events).write(tmp_path / "run"), "--json").json()
+    (one,) = [f for f in found["findings"] if f["cause"] == "pool_delivery"]
+    assert (one["severity"], one["where"]["ranks"], one["playbook"]) == ("info", [1], "pool-delivery")
+    assert all(words in one["summary"] for words in ("1 twice", "1 after a later one", "1 late", "3.21 s"))
+    assert found["verdict"] != "failed" and not [f for f in found["findings"] if f["severity"] == "error"]
