@@ -67,6 +67,8 @@ _OPTIONS: tuple[Callable[..., Any], ...] = (
     click.option("--states", type=click.Choice(["fsdp", "megatron"]), help="How weights and master copy are kept."),
     click.option("--recompute", type=click.Choice(["none", "selective", "op", "alternate", "full"]),
                  help="Instead of the rows' own policy; op: every second product; alternate, full: whole blocks."),
+    click.option("--recompute-modules", "drop", metavar="A,B",
+                 help="Parts computed again one by one: norm, mla-up, moe-act, moe."),
     click.option("--kernels", type=click.Choice(["eager", "fused"]),
                  help="What modules keep and move: as pdtrain's, or as Megatron-LM's and Transformer Engine's."),
     click.option("--schedule", type=click.Choice(["1f1b", "interleaved", "zero-bubble", "dualpipe"]), default="1f1b",
@@ -77,6 +79,9 @@ _OPTIONS: tuple[Callable[..., Any], ...] = (
                  help="Tokens of the fullest expert rank / balanced."),
     click.option("--gradient-dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True),
     click.option("--moment-dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True),
+    click.option("--early-weights", is_flag=True,
+                 help="Routed rows are weighted before an expert's last product (Megatron-LM): less is kept."),
+    click.option("--reduce-each", is_flag=True, help="Gradients are reduced after every micro-batch (FSDP's default)."),
     click.option("--fp8-dispatch", is_flag=True, help="Dispatch to the experts in FP8."),
     click.option("--node-limited", is_flag=True, help="Rows for one node cross the network once (DeepEP)."),
     click.option("--tokens", metavar="T", help="Token budget (14.8T); default: train.steps."),
@@ -88,6 +93,16 @@ def _shared(command: Callable[..., int]) -> Callable[..., int]:
     for decorate in reversed(_OPTIONS):
         command = decorate(command)
     return command
+
+
+def _drops(text: str | None) -> tuple[Any, ...]:
+    """`norm,moe-act` as parts that are computed again."""
+    from pdtrain.plan.setup import DROPS
+
+    found = tuple(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
+    if unknown := [part for part in found if part not in DROPS]:
+        raise UsageError(f"--recompute-modules {unknown[0]!r} is none of {', '.join(DROPS)}")
+    return found
 
 
 class _Request:
@@ -112,7 +127,8 @@ class _Request:
             virtual=given["virtual"], context=given["context"], overload=given["overload"],
             gradient_bytes=2 if given["gradient_dtype"] == "bf16" else None,
             moment_bytes=2 if given["moment_dtype"] == "bf16" else 4,
-            kernels=given["kernels"],
+            kernels=given["kernels"], drop=_drops(given["drop"]),
+            early_weights=given["early_weights"], reduce_each=given["reduce_each"],
             dispatch_bytes=1.03125 if given["fp8_dispatch"] else None, node_limited=given["node_limited"],
         )  # fmt: skip
         loaded = read_source(

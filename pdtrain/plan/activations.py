@@ -13,12 +13,12 @@ hidden, e experts, k experts per token, v vocabulary, c bytes of the compute dty
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pdtrain.config.schema import Model
 from pdtrain.plan.hardware import Device
-from pdtrain.plan.setup import Recompute, Setup, Stage
+from pdtrain.plan.setup import Drop, Recompute, Setup, Stage
 
 Inventory = Literal["pdtrain", "fused"]
 FP32 = 4
@@ -60,7 +60,7 @@ def attention(setup: Setup, device: Device, inventory: Inventory) -> tuple[float
     model, c, t = setup.run.model, setup.itemsize("attention"), setup.tokens
     heads = model.heads / setup.tp
     gathered = t if inventory == "pdtrain" else setup.local_tokens
-    own_input = gathered * model.hidden * c
+    own_input = 0.0 if drops(setup, "norm") else gathered * model.hidden * c
     if model.attention == "gqa":
         kv = model.kv_heads / setup.tp
         inner = t * c * model.head_dim * (2 * heads + 2 * kv)  # q and output, k and v
@@ -75,7 +75,8 @@ def attention(setup: Setup, device: Device, inventory: Inventory) -> tuple[float
         other_size = device == "cpu" and mla.v_head_dim != qk  # no fused kernel on CPUs then
         explicit = other_size or not setup.options.flash
         values = mla.v_head_dim if explicit else mla.qk_nope_head_dim + mla.v_head_dim  # v is a view into k and v
-        inner = t * (latents + c * heads * (2 * qk + values + mla.v_head_dim))
+        up = 0.0 if drops(setup, "mla-up") else 2 * qk + values
+        inner = t * (latents + c * heads * (up + mla.v_head_dim))
     if setup.recompute("attention") != "selective":
         length = setup.run.train.sequence_length
         inner += t * heads * (c * length if explicit else FP32)  # the score matrix, or log-sum-exp per row
@@ -83,9 +84,15 @@ def attention(setup: Setup, device: Device, inventory: Inventory) -> tuple[float
     return own_input + inner, recomputed
 
 
-def _swiglu(tokens: float, hidden: float, item: int, inventory: Inventory) -> float:
-    """Without its input: gate, silu, up and product; fused kernels recompute silu and keep three."""
-    return tokens * hidden * item * (4 if inventory == "pdtrain" else 3)
+def _swiglu(tokens: float, hidden: float, item: int, inventory: Inventory, *, short: bool = False) -> float:
+    """Without its input: gate, silu, up and product; fused kernels recompute silu and keep three. `short`: the product
+    (and silu) is computed again."""
+    return tokens * hidden * item * (2 if short else 4 if inventory == "pdtrain" else 3)
+
+
+def drops(setup: Setup, name: Drop) -> bool:
+    """Whether the plan's option has this module computed again."""
+    return name in setup.options.drop
 
 
 def dense_ffn(setup: Setup, inventory: Inventory) -> tuple[float, float]:
@@ -93,7 +100,8 @@ def dense_ffn(setup: Setup, inventory: Inventory) -> tuple[float, float]:
     model, c, t = setup.run.model, setup.itemsize("dense_ffn"), setup.tokens
     gathered = t if inventory == "pdtrain" else setup.local_tokens
     item = setup.itemsize("norm") if inventory == "pdtrain" else c
-    kept = gathered * model.hidden * c + _swiglu(t, model.ffn_hidden / setup.tp, c, inventory)
+    kept = _swiglu(t, model.ffn_hidden / setup.tp, c, inventory)
+    kept += 0.0 if drops(setup, "norm") else gathered * model.hidden * c
     return kept, gathered * model.hidden * item
 
 
@@ -115,20 +123,23 @@ def moe_layer(setup: Setup, inventory: Inventory) -> tuple[float, float]:
     h, f = model.hidden, moe.expert_hidden
     shared_hidden = moe.shared_experts * f
     if inventory == "fused":
-        kept = tokens * h * setup.itemsize("attention")
-        kept += leaving * h * c  # what the experts send back, for the gradient of the weights
+        kept = 0.0 if drops(setup, "norm") else tokens * h * setup.itemsize("attention")
+        if not setup.options.early_weights:
+            kept += leaving * h * c  # what the experts send back, for the gradient of the weights
         small = tokens * (2 * FP32 * moe.experts + 2 * INDEX * moe.top_k)
     else:
-        kept = tokens * h * router_item
+        kept = 0.0 if drops(setup, "norm") else tokens * h * router_item
         if shared_hidden and router_item != setup.itemsize("shared_expert"):
             kept += tokens * h * setup.itemsize("shared_expert")
         kept += leaving * h * c * 2  # what the experts send back, plain and weighted
         scores = 2 + (1 if moe.z_loss else 0) + (1 if moe.score == "sigmoid" else 0)
         small = tokens * (scores * FP32 * moe.experts + 2 * FP32 + moe.top_k * (INDEX + FP32))
         small += leaving * (3 * INDEX + FP32) + (2 * arriving * INDEX if setup.ep > 1 else 0)
-    inside = _swiglu(arriving, f, c, inventory)
+    inside = _swiglu(arriving, f, c, inventory, short=drops(setup, "moe-act"))
     shared = _swiglu(tokens, shared_hidden, setup.itemsize("shared_expert"), inventory)
     kept += small + arriving * h * c + inside + shared
+    if drops(setup, "moe"):
+        return tokens * h * setup.itemsize("attention"), 0.0
     dropped = (inside if setup.recompute("experts") == "full" else 0) + (
         shared if setup.recompute("shared_expert") == "full" else 0
     )
@@ -196,12 +207,17 @@ def block(
         kept = kept_input if policy == "full" else _by_operation(setup, dense=dense)
         return Kept(kept, 0.0, 0.0, again=max(0.0, norms + kept_attention + kept_ffn - kept))
     dropped_attention = kept_attention - short_attention if setup.recompute("attention") == "full" else 0.0
-    return Kept(
-        norms,
-        kept_attention - dropped_attention,
-        kept_ffn - dropped_ffn,
-        again=max(dropped_attention, dropped_ffn),
-    )
+    again = max(dropped_attention, dropped_ffn)
+    if setup.options.drop:
+        whole = undropped(setup)
+        kinds = [dense_ffn(whole, inventory)[0] - kept_ffn] if dense else [moe_layer(whole, inventory)[0] - kept_ffn]
+        again = max(again, attention(whole, device, inventory)[0] - kept_attention, *kinds)
+    return Kept(norms, kept_attention - dropped_attention, kept_ffn - dropped_ffn, again)
+
+
+def undropped(setup: Setup) -> Setup:
+    """The same layout with nothing of `Options.drop`."""
+    return replace(setup, options=replace(setup.options, drop=())) if setup.options.drop else setup
 
 
 def ends(setup: Setup, stage: Stage, *, device: Device = "gpu") -> tuple[float, float]:

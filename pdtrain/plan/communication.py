@@ -178,6 +178,8 @@ def _data_parallel(setup: Setup, stage: Stage, links: _Links) -> list[Traffic]:
         # zero3 gathers before forward and backward of every micro-batch and reduces once per step
         gathers = {"none": 0.0, "zero1": 1.0, "zero2": 1.0, "zero3": 2.0 * setup.micro_batches}[setup.sharding]
         reduces = 2.0 if setup.sharding == "none" else 1.0
+        if setup.options.reduce_each and setup.sharding == "zero3":
+            reduces = float(setup.micro_batches)
         volume = entries * share * (gathers * item + reduces * gradient)
         started = units * (gathers + reduces)
         across, seconds = links.ring(size, stride, volume, started)

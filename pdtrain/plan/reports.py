@@ -98,6 +98,9 @@ def setup_of(row: dict[str, Any]) -> Setup:
         recompute=row["recompute"], schedule=row.get("schedule", "1f1b"), node_limited=row.get("node_limited", False),
         dispatch_bytes=1.03125 if row.get("fp8_dispatch") else None, virtual=row.get("virtual", 1),
         sharding=row.get("sharding"), states=row.get("states"), kernels=row.get("kernels"),
+        drop=tuple(row.get("drop", ())), gradient_bytes=row.get("gradient_bytes"),
+        moment_bytes=row.get("moment_bytes", 4), early_weights=row.get("early_weights", False),
+        reduce_each=row.get("reduce_each", False),
     )  # fmt: skip
     return Setup(fill(run), options)
 

@@ -17,12 +17,16 @@ Sharding = Literal["none", "zero1", "zero2", "zero3"]
 #: selective: core attention (nothing with flash attention); op: every second matrix product and all that is no product
 #: (torchtitan's "selective op"); alternate: every second block whole; full: every block whole.
 Recompute = Literal["none", "selective", "op", "alternate", "full"]
+#: Parts of a block that are computed again one by one, as by Megatron-LM's --recompute-modules: the outputs of its two
+#: norms; MLA's up-projections; the experts' activation function; whole MoE layers, their all-to-all included.
+Drop = Literal["norm", "mla-up", "moe-act", "moe"]
 Schedule = Literal["1f1b", "interleaved", "zero-bubble", "dualpipe"]
 StateScheme = Literal["fsdp", "megatron"]
 Kernels = Literal["eager", "fused"]
 #: Blocks that a plan walks through one by one.
 MOST_LAYERS = 10_000
 SHARDINGS: tuple[Sharding, ...] = ("none", "zero1", "zero2", "zero3")
+DROPS: tuple[Drop, ...] = ("norm", "mla-up", "moe-act", "moe")
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "op", "alternate", "full")
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved", "zero-bubble", "dualpipe")
 DTYPE_BYTES = {"fp32": 4, "bf16": 2}
@@ -44,6 +48,11 @@ class Options:
         model.moe.top_groups nodes (DeepEP, arXiv 2412.19437 3.2.2).
     kernels: eager, as pdtrain's modules run, or fused, as Megatron-LM's and Transformer Engine's; None: eager where the
         states are kept as pdtrain keeps them.
+    drop: parts of a block that are computed again, beside `recompute`.
+    early_weights: routed rows are weighted before an expert's last product, so that what comes back is not kept
+        (Megatron-LM since core 0.12); else after it.
+    reduce_each: sharded gradients are reduced after every micro-batch (FSDP's default), not once per step as pdtrain
+        does, which holds whole ones meanwhile.
     overlap: share of traffic that compute hides, by group (ep, tp, dp ...), where it is known.
     """
 
@@ -60,6 +69,9 @@ class Options:
     dispatch_bytes: float | None = None
     node_limited: bool = False
     kernels: Kernels | None = None
+    drop: tuple[Drop, ...] = ()
+    early_weights: bool = False
+    reduce_each: bool = False
     overlap: tuple[tuple[str, float], ...] = ()
 
 
@@ -220,6 +232,12 @@ class Setup:
             found.append("context parallel")
         if self.options.recompute in ("selective", "op", "alternate"):
             found.append(f'recompute "{self.options.recompute}"')
+        if self.options.drop:
+            found.append(f"recompute of {', '.join(self.options.drop)} alone")
+        if self.options.reduce_each:
+            found.append("gradients reduced after every micro-batch")
+        if self.options.early_weights:
+            found.append("routed rows weighted before an expert's last product")
         if self.states == "megatron" and self.run.precision.all == "bf16":
             found.append("weights kept in BF16 beside an FP32 master copy")
         if self.run.pools.update_ranks:

@@ -180,11 +180,18 @@ def from_megatron(arguments: dict[str, Any], where: str) -> tuple[dict[str, Any]
         train["train_batch"] = batch
     if steps := keys.whole("train_iters", default=0):
         train["steps"] = steps
-    tables = {
+    tables: dict[str, Any] = {
         "model": model, "train": train, "precision": {"all": "bf16" if {"bf16", "fp16"} & set(arguments) else "fp32"},
         "parallel": {"ranks": ranks, "pipeline": pipeline, "fsdp": "use_distributed_optimizer" in arguments},
         "modules": {"attention": {"tensor": tensor}, "experts": {"expert": expert}},
     }  # fmt: skip
+    if not {"bf16", "fp16"} & set(arguments):
+        warnings.append(f"{where}: neither --bf16 nor --fp16: planned in FP32, as Megatron-LM would run it")
+    for name, option in (("recompute_granularity", "--recompute"), ("recompute_modules", "--recompute-modules"),
+                         ("context_parallel_size", "--context"), ("num_layers_per_virtual_pipeline_stage", "--virtual"),
+                         ("use_precision_aware_optimizer", "--gradient-dtype, --moment-dtype")):  # fmt: skip
+        if arguments.get(name) not in (None, 1):
+            warnings.append(f"{where}: --{name.replace('_', '-')} is not read; say it with {option}")
     bias = "disable_bias_linear" not in arguments
     extras = Extras(
         qk_norm="head" if "qk_layernorm" in arguments and "multi_latent_attention" not in arguments else "none",

@@ -60,7 +60,7 @@ def block_forward(setup: Setup, hardware: Hardware, *, dense: bool) -> dict[str,
     else:
         dims = 2 * model.head_dim
     core = 2 * setup.run.train.sequence_length * model.heads / setup.tp * dims / 2 * t
-    kept = activations.block(setup, dense=dense)
+    kept = activations.block(activations.undropped(setup), dense=dense)
     plain = kept.total + kept.again
     found = {
         "attention": _product_seconds(
@@ -104,13 +104,31 @@ def head_forward(setup: Setup, hardware: Hardware) -> float:
     return product + loss
 
 
-def _recompute_share(setup: Setup, seconds: dict[str, float], *, dense: bool) -> float:
+def _dropped_seconds(setup: Setup, hardware: Hardware, seconds: dict[str, float], *, dense: bool) -> float:
+    """Seconds of the parts that `Options.drop` has computed again: products, or passes over what is not kept."""
+    if not setup.options.drop:
+        return 0.0
+    whole = activations.undropped(setup)
+    lost = activations.block(whole, dense=dense).total - activations.block(setup, dense=dense).total
+    found = FORWARD_PASSES * lost / (hardware.memory_bandwidth * MEMORY_EFFICIENCY)
+    model = setup.run.model
+    if activations.drops(setup, "mla-up") and model.attention == "mla":
+        mla = model.mla
+        up = mla.q_lora_rank * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+        up = model.heads * (up + mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim))
+        found += seconds["attention"] * up / attention_entries(model)
+    if activations.drops(setup, "moe") and not dense:
+        found += seconds["experts"] + seconds["shared expert"] + seconds["router"]
+    return found
+
+
+def _recompute_share(setup: Setup, hardware: Hardware, seconds: dict[str, float], *, dense: bool) -> float:
     """Seconds of a block's forward pass that the backward pass repeats."""
     if setup.repeated_blocks:
         return sum(seconds.values()) * setup.repeated_blocks
     if setup.options.recompute == "op":
         return seconds["element-wise"] + _second_products(setup, seconds, dense=dense)
-    total = 0.0
+    total = _dropped_seconds(setup, hardware, seconds, dense=dense)
     policy = setup.recompute("attention")
     if policy == "full":
         total += seconds["attention"] + seconds["core attention"]
@@ -147,7 +165,7 @@ def stage_pass(setup: Setup, hardware: Hardware, stage: Stage) -> tuple[float, f
         light = seconds["element-wise"]
         heavy = sum(seconds.values()) - light
         core = seconds["core attention"]
-        repeated = _recompute_share(setup, seconds, dense=dense)
+        repeated = _recompute_share(setup, hardware, seconds, dense=dense)
         # flash attention's backward pass recomputes scores: 2.5 times its forward pass
         once = heavy * 3 + 0.5 * core + light * (1 + BACKWARD_PASSES / FORWARD_PASSES) + repeated
         total += count * (once + hardware.block_overhead)

@@ -75,6 +75,8 @@ def units(setup: Setup, stage: Stage, device: Device) -> Iterator[Unit]:
             first, second = kept.attention, kept.feed_forward
             again_first = attention - short if setup.recompute("attention") == "full" else 0.0
             again_second = _again(setup, inventory, dense)
+            if setup.options.drop:
+                again_second = max(again_second, kept.again)
         yield _unit(setup, "attention", of("attention"), kept=first, again=again_first)
         if dense:
             yield _unit(setup, "dense_ffn", of("dense_ffn"), kept=second, again=again_second)
@@ -119,13 +121,16 @@ def moments(setup: Setup, stage: Stage, *, device: Device = "gpu") -> Iterator[M
     fixed = activations.rope_tables(setup, stage)
     if parallel and setup.sharding != "zero3":
         fixed += sum(unit.gathered * unit.item for unit in found)  # the replicas' copy that computes
-    whole = setup.micro_batches > 1
-    waiting = sum(unit.gathered * gradient for unit in found) if whole else 0.0
+    whole = setup.micro_batches > 1 and not (setup.options.reduce_each and setup.sharding == "zero3")
+    # reduced shards of the micro-batches before, where they are not kept whole
+    earlier = setup.micro_batches > 1 and not whole
+    waiting = sum((unit.gathered if whole else unit.sharded) * gradient for unit in found) if whole or earlier else 0.0
+    done = waiting if earlier else 0.0
     kept = sum(unit.kept for unit in found)
     _, beside = activations.ends(setup, stage, device=device)
     last = found[-1].gathered * found[-1].item if parallel and setup.sharding == "zero3" else 0.0
     yield Moment(waiting, kept + beside, fixed + last)
-    done = reducing = before = 0.0
+    reducing = before = 0.0
     stream = setup.local_tokens * setup.run.model.hidden * setup.itemsize("attention")
     for unit in reversed(found):
         gathered = unit.gathered * unit.item if parallel and setup.sharding == "zero3" else 0.0
@@ -142,4 +147,4 @@ def moments(setup: Setup, stage: Stage, *, device: Device = "gpu") -> Iterator[M
             reducing = gradient * unit.gathered
             before = gathered
             yield Moment(held + own, kept + 2 * stream, fixed + reducing)
-        done += gradient * unit.sharded
+        done += 0.0 if earlier else gradient * unit.sharded

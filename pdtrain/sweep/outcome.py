@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from pdtrain.plan import memory
 from pdtrain.plan.estimate import MFU_CONVENTION
 from pdtrain.plan.flops import per_token
 from pdtrain.plan.hardware import Hardware
+from pdtrain.plan.setup import Setup
 from pdtrain.plan.timing import times
 from pdtrain.sweep.execute import Ended
-from pdtrain.sweep.trials import WARM_UP, Trial, setup_of
+from pdtrain.sweep.trials import WARM_UP, WATCHED_STEP, Trial, setup_of
 
 #: Causes that a post-mortem names when memory ran out.
 OUT_OF_MEMORY = ("cuda_oom", "cuda_oom_fragmentation", "cuda_oom_optimizer", "cuda_oom_shared_gpu", "host_oom")
@@ -65,6 +67,10 @@ def outcome(trial: Trial, ended: Ended, run_dir: Path, hardware: Hardware) -> di
         _, worst = memory.peak(setup, device="cpu" if peaks else "gpu")
         row |= {"predicted_step_seconds": planned.step, "predicted_peak_bytes": worst.total,
                 "predicted_states_bytes": worst.parameters + worst.optimizer}  # fmt: skip
+        if peaks and (overload := _overload(steps, setup)):
+            uneven = replace(setup, options=replace(setup.options, overload=overload))
+            _, worst = memory.peak(uneven, device="cpu")
+            row |= {"overload": overload, "predicted_peak_at_overload_bytes": worst.total}
     return row
 
 
@@ -107,6 +113,23 @@ def _watched(dumps: Path) -> list[tuple[int, int]]:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration):
             continue
     return [found[rank] for rank in sorted(found)]
+
+
+def _overload(steps: list[dict[str, Any]], setup: Setup) -> float:
+    """Tokens of the fullest expert rank / balanced in the watched step, mean over layers: what its memory grows by.
+
+    0 where it is not known, or where every rank holds all experts.
+    """
+    watched = next((step for step in steps if step.get("step") == WATCHED_STEP), {})
+    layers = [counts for key, counts in watched.items() if key.startswith("router/") and key.endswith("/counts")]
+    experts = setup.run.model.moe.experts
+    if setup.ep == 1 or not layers or any(len(counts) != experts or not sum(counts) for counts in layers):
+        return 0.0
+    each = experts // setup.ep
+    return max(
+        statistics.mean(sum(counts[rank * each : (rank + 1) * each]) * setup.ep / sum(counts) for counts in layers)
+        for rank in range(setup.ep)
+    )
 
 
 def _sane(steps: list[dict[str, Any]]) -> str:

@@ -61,6 +61,7 @@ def text(rows: list[dict[str, Any]], memory: float | None, convention: str) -> I
         "not the process"
     )
     yield "  - states: weights and moments that a rank keeps between steps; step counters of the optimizer included"
+    yield "  - overload: tokens of the fullest expert rank / balanced, as routed in that step; see `plan --overload`"
     yield "  - plan: with the constants in force before this sweep; memory has none that is fitted"
     uneven = [row for row in found if row["step_seconds_most"] > 2 * row["step_seconds"]]
     if uneven:
@@ -74,17 +75,23 @@ def _memory(found: list[dict[str, Any]]) -> Iterator[str]:
     if not rows:
         return
     yield ""
-    yield f"  {'peak':>10} {'plan':>10} {'error':>7} {'states':>11} {'plan':>11} {'error':>8}  trial"
-    errors = []
+    yield (
+        f"  {'peak':>10} {'plan':>10} {'error':>7} {'overload':>8} {'plan':>10} {'error':>7} {'states':>11} "
+        f"{'plan':>11} {'error':>8}  trial"
+    )
+    errors: dict[str, list[float]] = {"peak": [], "peak at the overload": [], "states": []}
     for row in rows:
-        peak, states = (row[f"predicted_{what}_bytes"] / row[f"{what}_bytes"] - 1 for what in ("peak", "states"))
-        errors.append((abs(peak), abs(states)))
+        balanced = row["predicted_peak_bytes"]
+        predicted = balanced, row.get("predicted_peak_at_overload_bytes", balanced)
+        peak, uneven = (size / row["peak_bytes"] - 1 for size in predicted)
+        states = row["predicted_states_bytes"] / row["states_bytes"] - 1
+        for name, error in zip(errors, (peak, uneven, states), strict=True):
+            errors[name].append(abs(error))
         yield (
-            f"  {row['peak_bytes'] / 1e6:>7,.1f} MB {row['predicted_peak_bytes'] / 1e6:>7,.1f} MB {peak:>+7.1%} "
+            f"  {row['peak_bytes'] / 1e6:>7,.1f} MB {predicted[0] / 1e6:>7,.1f} MB {peak:>+7.1%} "
+            f"{row.get('overload', 1):>8.2f} {predicted[1] / 1e6:>7,.1f} MB {uneven:>+7.1%} "
             f"{row['states_bytes'] / 1e6:>8,.2f} MB {row['predicted_states_bytes'] / 1e6:>8,.2f} MB {states:>+8.3%}  "
             f"{row['label']}"
         )
-    (peak, states), worst = (statistics.median(column) for column in zip(*errors)), [max(c) for c in zip(*errors)]
-    yield (
-        f"  median error: peak {peak:.1%} (worst {worst[0]:.1%}), states {states:.3%} (worst {worst[1]:.3%})"
-    )
+    parts = (f"{name} {statistics.median(e):.2%} (worst {max(e):.2%})" for name, e in errors.items())
+    yield f"  median error: {', '.join(parts)}"

@@ -61,3 +61,44 @@ def test_rows_for_one_node_cross_once_and_ungrouped_routing_visits_most_nodes(gr
         moved = traffic(setup, stages(setup)[5], named("h800"))
         share[limited] = next(item.across for item in moved if item.group == "EP")
     assert share[True] / share[False] == pytest.approx(visited / 8)
+
+
+MOONLIGHT = [
+    "model.hidden=2048", "model.layers=3", "model.dense_layers=1", "model.heads=16", "model.kv_heads=16",
+    "model.attention=mla", "model.mla.kv_lora_rank=512", "model.ffn_hidden=11264", "model.moe.experts=64",
+    "model.moe.top_k=6", "model.moe.expert_hidden=1408", "model.moe.shared_experts=2", "modules.attention.tensor=2",
+    "modules.experts.expert=8", "train.sequence_length=4096", "train.micro_batch=1", "train.train_batch=none",
+    "precision.all=bf16",
+]  # fmt: skip
+
+
+def test_parts_of_a_block_that_are_computed_again_one_by_one():
+    """Bytes per rank of one MoE block: half of 4,096 tokens at TP2, 6 rows of 2,048 tokens."""
+    run = load_run(preset="tiny", overrides=MOONLIGHT, world=8)
+
+    def kept(**options) -> activations.Kept:
+        return activations.block(Setup(run, Options(kernels="fused", states="megatron", **options)), dense=False)
+
+    whole, local = kept().total, 2048
+    lost = {
+        "norm": 2 * local * 2048 * 2,  # the inputs of attention and of router and dispatch
+        "mla-up": 4096 * 8 * 2 * (2 * 192 + 256),  # q and k as they enter attention, and keys and values as projected
+        "moe-act": local * 6 * 1408 * 2,
+    }
+    for name, size in lost.items():
+        assert whole - kept(drop=(name,)).total == size
+        assert kept(drop=(name,)).again > 0
+    assert whole - kept(drop=tuple(lost)).total == sum(lost.values())
+    assert whole - kept(early_weights=True).total == local * 6 * 2048 * 2
+    slow = [times(Setup(run, Options(drop=drop)), named("h100-sxm"))[0].recompute for drop in ((), ("norm",), ("moe",))]
+    assert slow[0] == 0 < slow[1] < slow[2]
+
+
+def test_gradients_reduced_after_every_micro_batch_are_held_as_shards_and_sent_as_often():
+    run = load_run(preset="tiny", overrides=[*LLAMA, "train.train_batch=64"], world=8)
+    (_, once), (_, each) = (memory.peak(Setup(run, Options(reduce_each=each))) for each in (False, True))
+    assert once.gradients == pytest.approx(4 * 8.03e9, rel=1e-3)
+    assert each.gradients == pytest.approx(4 * 8.03e9 / 8, rel=1e-3)
+    sent = [sum(item.bytes for item in traffic(Setup(run, Options(reduce_each=each)), stages(Setup(run))[0],
+                                               named("h100-sxm"))) for each in (False, True)]  # fmt: skip
+    assert sent[1] > sent[0]

@@ -117,6 +117,18 @@ def test_nothing_is_measured_twice_and_an_interruption_leaves_no_row(tmp_path: P
     assert row["tokens_per_second"] == 16 * 256 / 0.5 and 0 < row["mfu"] < 1
 
 
+def test_peak_is_also_planned_for_the_routing_that_was(tmp_path: Path):
+    """Two expert ranks; over two layers the second one gets 60 % and 70 % of the tokens: 1.3 times its share."""
+    trial = next(trial for trial in layouts() if trial.run and trial.run.modules.experts.expert == 2)
+    finished(tmp_path, [5.0] * 8)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines[1] |= {"router/1/counts": [10, 10, 10, 10, 50, 0, 5, 5], "router/2/counts": [30, 0, 0, 0, 10, 60, 0, 0]}
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    row = outcome.outcome(trial, Ended(0, 9.0, ""), tmp_path / "run", HERE)
+    assert row["overload"] == pytest.approx(1.3)
+    assert row["predicted_peak_at_overload_bytes"] > row["predicted_peak_bytes"]
+
+
 def test_failures_are_rows_with_reasons(tmp_path: Path):
     trial = layouts(1)[0]
     finished(tmp_path, [5.0, 5.0])
