@@ -17,13 +17,14 @@ from diag.artefacts import Artefact, Source, Unreadable
 NAME = "nccl-tests"
 MAX_BYTES = 64 << 20
 
-#: What a launcher puts before each line: Open MPI's `[1,0]<stdout>:`, srun's `0: `, a host's name.
+#: Characters of a line that may be a row; and what a launcher puts before each line: Open MPI's `[1,0]<stdout>:`, srun's `0: `, a host's name.
+LONGEST = 1000
 _PREFIX = re.compile(r"^\s*(?:\[\d{1,9},\d{1,9}\]<std\w+>:|[\w.-]+: )?\s*")
 _FLOAT = r"([0-9]{1,15}(?:\.[0-9]{1,9})?)"
 _NUMBER = re.compile(r"[0-9]{1,15}(?:\.[0-9]{1,9})?(?:e[+-][0-9]{1,3})?")
 _WRONG = re.compile(r"[0-9]{1,18}")
 _DTYPE = re.compile(r"u?int\d+|float\w*|f8\w*|fp8\w*|half|double|bf(?:loat)?16|[iu]?char")
-_SNIFF_ROW = re.compile(rb"^[ \t]*(?:\[\d{1,9},\d{1,9}\]<std\w+>:|[\w.-]+: )?[ \t]*\d+[ \t]+\d+[ \t]+"
+_SNIFF_ROW = re.compile(rb"^(?:[ \t]*(?:\[\d{1,9},\d{1,9}\]<std\w+>:|[\w.-]+: ))?[ \t]*\d+[ \t]+\d+[ \t]+"
                         rb"(?:u?int\d+|float\w*|f8\w*|fp8\w*|half|double|bf(?:loat)?16|[iu]?char)"
                         rb"(?:[ \t]+\w+)?(?:[ \t]+-?\d+)?(?:[ \t]+[\d.e+-]+){3}", re.M)
 _DEVICE = re.compile(r"#\s+Rank\s+([0-9]{1,9}).*?Pid\s+([0-9]{1,9}) on\s+(\S+) device\s+([0-9]{1,4}) "
@@ -125,6 +126,8 @@ def row_of(line: str, number: int) -> list[Row]:
     Size, count, type, reduction and root where the version has them; then time, algbw, busbw and #wrong (or error,
     which does not say how many), twice or once.
     """
+    if len(line) > LONGEST:
+        return []
     words = _PREFIX.sub("", line, count=1).split()
     if len(words) < 7 or not (_WRONG.fullmatch(words[0]) and _WRONG.fullmatch(words[1]) and _DTYPE.fullmatch(words[2])):
         return []
