@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from diag.errors import UsageError
 
@@ -53,15 +55,30 @@ def joined_job(threads: int, timeout_seconds: float) -> Iterator[Place]:
         device = torch.device("cpu")
     _quieten()
     if world > 1:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_seconds)
-        )
+        timeout = timedelta(seconds=timeout_seconds)
+        place: dict[str, Any] = {}
+        if _started_again():
+            place = {"store": _fresh_store(timeout), "rank": rank, "world_size": world}
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout, **place)
     yield Place(rank, world, device)
     if world > 1:
         gc.collect()
         dist.barrier()
         dist.destroy_process_group()
         gc.collect()
+
+
+def _started_again() -> bool:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+
+
+def _fresh_store(timeout: timedelta) -> dist.Store:
+    """The job's store without what an earlier attempt left in it.
+
+    torchrun keeps its store over `--max-restarts`; without a prefix Gloo takes a dead rank's address (torch 2.13).
+    """
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    return dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 
 def _quieten() -> None:
