@@ -31,7 +31,7 @@ from pdtrain.pools.links import CLOSED, reason
 from pdtrain.pools.message import DTYPES, Header, Kind, PoolError, Status, as_bytes
 from pdtrain.pools.own_state import OwnState
 from pdtrain.pools.plan import Bucket, Plan
-from pdtrain.pools.receiving import Receiver
+from pdtrain.pools.receiving import PLACED, Receiver
 from pdtrain.pools.rejoin import Rejoined
 from pdtrain.pools.sending import Sender
 from pdtrain.pools.wire import decode, encode, thinned
@@ -69,6 +69,8 @@ class ComputeSide:
         self.each_micro_batch = self.streams and settings.granularity == "micro_batch"
         self.staleness = resolved.staleness
         self.dtype = DTYPES[settings.payload]
+        # Without staleness nobody needs the old weights once there are new ones: these go straight to their place.
+        self.places = self.staleness == 0 and not next(model.parameters()).is_cuda
         self.top_k = settings.top_k
         self.feeds_back = settings.error_feedback and (self.dtype is not torch.float32 or self.top_k < 1)
         self._residual: dict[int, Tensor] = {}  # bucket -> what rounding took from the gradients applied so far
@@ -91,6 +93,7 @@ class ComputeSide:
         self.model_buffers = dict(model.named_buffers())
         self.parameters = dict(model.named_parameters())
         self.scales = {name: row.scales[0] for name, row in rows.items() if row.scales[0] != 1.0}
+        self._by_index = {bucket.index: bucket for bucket in self.buckets}
         self._place = {piece.name: bucket for bucket in self.buckets for piece in bucket.pieces}
         self._shared = {piece.name: piece for piece in plan.shared if rank in piece.holders}
         self._ready: dict[int, dict[str, Tensor]] = {}
@@ -345,7 +348,7 @@ class ComputeSide:
         micro = self._micro if self.each_micro_batch else 0
         header = Header(Kind.GRADIENTS, self.step + 1, self.version, bucket.index, micro, self._attempt)
         if not self.feeds_back:
-            self._put(bucket, header, encode(gradients, self.dtype))
+            self._put(bucket, header, encode(gradients, self.dtype, share=True))  # nobody scales them before `drain`
             return
         wanted = encode(gradients, torch.float32)
         if bucket.index in self._next_residual:
@@ -422,8 +425,17 @@ class ComputeSide:
             for older in range(self._held[bucket.index] + 1, version + 1):  # none is passed over: all are on their way
                 payload = self.receivers[bucket.owner].take(Kind.WEIGHTS, older, bucket.index)
         assert payload is not None
-        for piece, value in zip(bucket.pieces, decode(payload, bucket, self.dtype), strict=True):
-            self._weight(piece.name).copy_(value)
+        if payload is not PLACED:
+            self._copy(bucket, payload)
         self._held[bucket.index] = version
         if self.parameters[bucket.pieces[0].name].is_cuda:
             torch.cuda.current_stream().synchronize()  # FSDP gathers on a stream of its own
+
+    def place(self, header: Header, payload: Tensor) -> None:
+        """Weights have arrived, and forward waits for them or does not need them yet. From a link's thread."""
+        self._copy(self._by_index[header.bucket], payload)
+
+    @torch.no_grad()
+    def _copy(self, bucket: Bucket, payload: Tensor) -> None:
+        for piece, value in zip(bucket.pieces, decode(payload, bucket, self.dtype), strict=True):
+            self._weight(piece.name).copy_(value)

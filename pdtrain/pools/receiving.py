@@ -19,6 +19,8 @@ from pdtrain.pools.message import HEADER_BYTES, Damaged, Header, Kind, PoolError
 
 #: Steps for which a receiver remembers what it has seen, to know a duplicate.
 REMEMBERED_STEPS = 8
+#: What `take` returns for weights that are already where they belong.
+PLACED = torch.empty(0, dtype=torch.uint8)
 #: A process that lives answers a ping within this time.
 PING_SECONDS = 2.0
 
@@ -28,10 +30,16 @@ class NewerAttempt(Exception):
 
 
 class Receiver(LinkThread):
-    """The receiving end. `judge` looks at the header of a whole message: whether its version may be used."""
+    """The receiving end. `judge` looks at the header of a whole message: whether its version may be used.
 
-    def __init__(self, end: End, judge: Callable[[int, Header], Status]) -> None:
+    `place`, where given, takes weights to where they belong as they arrive, so that none wait in memory of their own.
+    """
+
+    def __init__(
+        self, end: End, judge: Callable[[int, Header], Status], place: Callable[[Header, Tensor], None] | None = None
+    ) -> None:
         self.judge = judge
+        self.place = place
         self.alive: Callable[[float], bool] = lambda seconds: False  # asks the peer, through the other direction
         self.oldest: dict[int, int] = {}  # step -> the oldest weight version among the gradients taken for it
         self.box: dict[tuple[Kind, int, int, int], tuple[Header, Tensor]] = {}
@@ -162,6 +170,9 @@ class Receiver(LinkThread):
             with self.changed:
                 self.counters.version_mismatches += 1
             return status
+        if header.kind is Kind.WEIGHTS and self.place is not None:
+            self.place(header, payload)
+            payload = PLACED
         with self.changed:
             self._seen.add(identity)
             if header.kind is Kind.GRADIENTS:

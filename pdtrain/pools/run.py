@@ -100,7 +100,7 @@ def join_compute(
     joined = _hear(layout)
     if joined.error:
         raise UsageError(joined.error)
-    senders, receivers = _links(ends, rank, side.expects)
+    senders, receivers = _links(ends, rank, side.expects, side.place if side.places else None)
     for name, value in joined.buffers.items():
         side.model_buffers[name].copy_(torch.tensor(value))
     side.connect(senders, receivers, joined.step, joined.source is not None or joined.kept)
@@ -326,7 +326,7 @@ def _ends(resolved: Resolved, layout: Layout, plan: Plan, rank: int, journal: Jo
     return ends
 
 
-def _links(ends: list[End], rank: int, judge: Any) -> tuple[dict[int, Sender], dict[int, Receiver]]:
+def _links(ends: list[End], rank: int, judge: Any, place: Any = None) -> tuple[dict[int, Sender], dict[int, Receiver]]:
     """Start the threads: a compute rank sends up and receives down, an update rank the other way round."""
     senders, receivers = {}, {}
     faults = faults_of(rank)
@@ -334,7 +334,7 @@ def _links(ends: list[End], rank: int, judge: Any) -> tuple[dict[int, Sender], d
         if (end.direction == "up") == (rank < end.peer):
             senders[end.peer] = Sender(end, faults)
         else:
-            receivers[end.peer] = Receiver(end, judge)
+            receivers[end.peer] = Receiver(end, judge, place)
     for peer, receiver in receivers.items():
         receiver.alive = senders[peer].ping
     return senders, receivers

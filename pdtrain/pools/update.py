@@ -22,7 +22,7 @@ from pdtrain.pools.faults import faults_of, strike
 from pdtrain.pools.journal import Journal
 from pdtrain.pools.matrices import Matrices
 from pdtrain.pools.message import DTYPES, Header, Kind, PoolError, Status, as_bytes
-from pdtrain.pools.offload import mapped_zeros
+from pdtrain.pools.offload import mapped_zeros, return_freed_memory
 from pdtrain.pools.plan import Bucket, Piece, Plan
 from pdtrain.pools.receiving import NewerAttempt, Receiver
 from pdtrain.pools.sending import Sender
@@ -113,6 +113,8 @@ class UpdateSide:
         self.staleness = resolved.staleness
         self.on_mismatch = settings.on_mismatch
         self.dtype = DTYPES[settings.payload]
+        if settings.offload:
+            return_freed_memory()
         zeros = mapped_zeros(Path(settings.offload), rank) if settings.offload else torch.zeros
         self.owned = [OwnedBucket(bucket, resolved, zeros) for bucket in sorted(plan.of(rank), key=_forward_order)]
         self.matrices = Matrices(self.owned)

@@ -14,8 +14,13 @@ from pdtrain.pools.plan import INDEX_BYTES, Bucket, kept_elements
 
 
 @torch.no_grad()
-def encode(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """One new contiguous host tensor with the elements of `tensors`, in `dtype`: nothing else refers to it."""
+def encode(tensors: Sequence[Tensor], dtype: torch.dtype, *, share: bool = False) -> Tensor:
+    """One contiguous host tensor with the elements of `tensors`, in `dtype`: a new one that nothing else refers to.
+
+    `share`: it may be the memory of a single tensor, which the caller leaves alone until it has been sent.
+    """
+    if share and len(tensors) == 1 and tensors[0].dtype is dtype and tensors[0].device.type == "cpu":
+        return tensors[0].detach().reshape(-1)
     packed = torch.cat([tensor.detach().reshape(-1).to(dtype) for tensor in tensors])
     return packed.cpu() if packed.is_cuda else packed
 
