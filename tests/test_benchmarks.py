@@ -29,6 +29,17 @@ def test_recorder_overhead():
 
 
 @pytest.mark.slow
+def test_pool_curves(tmp_path: Path):
+    pytest.importorskip("torch", reason="the extra 'train' is not installed")
+    picture = tmp_path / "curves.svg"
+    row = run("pool_curves.py", "--out", str(tmp_path / "runs"), "--steps", "3", "--only", "unseparated,stream",
+              "--svg", str(picture), "--json")
+    assert row["variants"]["stream"]["largest"] == 0, "FP32 and in order: the same bits"
+    assert row["variants"]["stream"]["gradient_bytes"] > 1e6
+    assert picture.read_text().count("<polyline") == 3
+
+
+@pytest.mark.slow
 def test_train_step():
     pytest.importorskip("transformers", reason="the extra 'bench' is not installed")
     row = run("train_step.py", "--dtype", "fp32", "--rounds", "1", "--threads", "1")

