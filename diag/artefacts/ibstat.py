@@ -17,7 +17,7 @@ MAX_BYTES = 16 << 20
 _CA = re.compile(r"^CA '([^']+)'")
 _PORT = re.compile(r"^\s+Port ([0-9]{1,4}):")
 _STATUS = re.compile(r"^Infiniband device '([^']+)' port ([0-9]{1,4}) status:", re.I)
-_KEY = re.compile(r"^\s+([\w ]+):\s*(.*)$")
+_KEY = re.compile(r"^\s+(\w[\w ]*):\s*(.*)$")
 _SNIFF = re.compile(rb"^(?:CA '[^'\n]+'\s*\n\s+CA type:|Infiniband device '[^'\n]+' port \d+ status:)", re.M)
 
 

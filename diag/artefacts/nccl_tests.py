@@ -17,8 +17,9 @@ from diag.artefacts import Artefact, Source, Unreadable
 NAME = "nccl-tests"
 MAX_BYTES = 64 << 20
 
-#: Characters of a line that may be a row; and what a launcher puts before each line: Open MPI's `[1,0]<stdout>:`, srun's `0: `, a host's name.
+#: Characters of a line that may be a row.
 LONGEST = 1000
+#: What a launcher puts before each line: Open MPI's `[1,0]<stdout>:`, srun's `0: `, a host's name.
 _PREFIX = re.compile(r"^\s*(?:\[\d{1,9},\d{1,9}\]<std\w+>:|[\w.-]+: )?\s*")
 _FLOAT = r"([0-9]{1,15}(?:\.[0-9]{1,9})?)"
 _NUMBER = re.compile(r"[0-9]{1,15}(?:\.[0-9]{1,9})?(?:e[+-][0-9]{1,3})?")
@@ -32,7 +33,7 @@ _DEVICE = re.compile(r"#\s+Rank\s+([0-9]{1,9}).*?Pid\s+([0-9]{1,9}) on\s+(\S+) d
 _TEST = re.compile(r"Collective test starting: (\w+?)_perf|\b(all_reduce|all_gather|reduce_scatter|alltoall|broadcast"
                    r"|sendrecv|reduce|gather|scatter|hypercube)_perf\b")
 _BEGINS = re.compile(r"# nThread |Collective test starting|(?<!concluded: )\b[a-z_]{4,20}_perf\b")
-_BOUNDS = re.compile(r"^\s*(?:\S+\s)?#?\s*Out of bounds values : ([0-9]{1,18}) (OK|FAILED)")
+_BOUNDS = re.compile(r"Out of bounds values : ([0-9]{1,18}) (OK|FAILED)")
 _AVERAGE = re.compile(rf"Avg bus bandwidth\s*:\s*{_FLOAT}")
 
 

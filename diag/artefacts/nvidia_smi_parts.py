@@ -115,7 +115,7 @@ class Part:
 class Query(Part):
     """`nvidia-smi -q`: nested keys by indentation."""
 
-    _KEY = re.compile(r"^( *)([\w][\w .()/-]*?) *(?: : ?(.*))?$")
+    _NAME = re.compile(r"\w[\w .()/-]*")
     _GPU = re.compile(r"^GPU ([\dA-Fa-f]{4,8}:[\dA-Fa-f:.]+)\s*$")
 
     def __init__(self) -> None:
@@ -143,10 +143,12 @@ class Query(Part):
             self._order += 1
             self._path = []
             return True
-        key = self._KEY.match(line.rstrip())
-        if key is None:
-            return bool(line.strip())
-        depth, name, text = len(key[1]), key[2].lower(), key[3]
+        bare = line.strip()
+        word, colon, rest = bare.partition(" :")
+        name, text = word.rstrip().lower(), rest.removeprefix(" ") if colon else None
+        if not self._NAME.fullmatch(name):
+            return bool(bare)
+        depth = len(line) - len(line.lstrip())
         while self._path and self._path[-1][0] >= depth:
             self._path.pop()
         path = "/".join([part for _, part in self._path] + [name])

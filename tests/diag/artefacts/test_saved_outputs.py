@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from diag.artefacts import Artefact, Artefacts, Unreadable, memory_source, recognise
+from diag.artefacts import Artefact, Artefacts, Unreadable, ibstat, memory_source, nccl_tests, nvidia_smi, recognise
 from diag.artefacts.ibstat import Ibstat
 from diag.artefacts.nccl_ras import NcclRas
 from diag.artefacts.nccl_tests import NcclTests
@@ -359,3 +359,13 @@ def test_numbers_that_are_none(value: str) -> None:
         item = reader.read(source)
         if type(item) in DETECTORS:
             alarms(item)
+
+
+@pytest.mark.parametrize("line", [" " * 50_000, "a" + " " * 50_000 + "!", "a " * 25_000, "1 " * 25_000, "a : " * 12_000])
+@pytest.mark.parametrize("head", ["busbw algbw\n", "==NVSMI LOG==\nGPU 00000000:19:00.0\n", "CA 'x'\n\tCA type: y\n"])
+def test_a_line_of_any_length_ends(head: str, line: str) -> None:
+    """Each of these once took minutes: patterns whose parts may take each other's spaces."""
+    source = memory_source(f"{head}{line}\n".encode(), "x.txt")
+    for reader in (nccl_tests, nvidia_smi, ibstat):
+        reader.sniff(source.head, source.name)
+        assert isinstance(reader.read(source), Artefact | Unreadable)
