@@ -361,8 +361,10 @@ def test_numbers_that_are_none(value: str) -> None:
             alarms(item)
 
 
-@pytest.mark.parametrize("line", [" " * 50_000, "a" + " " * 50_000 + "!", "a " * 25_000, "1 " * 25_000, "a : " * 12_000])
-@pytest.mark.parametrize("head", ["busbw algbw\n", "==NVSMI LOG==\nGPU 00000000:19:00.0\n", "CA 'x'\n\tCA type: y\n"])
+@pytest.mark.parametrize("line", [" " * 50_000, "a" + " " * 50_000 + "!", "a " * 25_000, "1 " * 25_000, "a : " * 12_000],
+                         ids=["spaces", "gap", "words", "numbers", "keys"])
+@pytest.mark.parametrize("head", ["busbw algbw\n", "==NVSMI LOG==\nGPU 00000000:19:00.0\n", "CA 'x'\n\tCA type: y\n"],
+                         ids=["nccl-tests", "nvidia-smi", "ibstat"])
 def test_a_line_of_any_length_ends(head: str, line: str) -> None:
     """Each of these once took minutes: patterns whose parts may take each other's spaces."""
     source = memory_source(f"{head}{line}\n".encode(), "x.txt")
