@@ -33,7 +33,8 @@ LOSS_NAMES = (
     "train/crossentropyloss", "train/ce_loss", "ce_loss", "ce", "cross_entropy", "train/cross_entropy",
     "loss_metrics/global_avg_loss", "global_avg_loss", "loss/train/total", "loss/train", "loss/total", "total_loss",
     "train/total_loss", "train_loss_step", "train/loss_step", "train/lm_loss", "trl", "reduced_train_loss",
-    "train/train_loss", "train/ce", "nll", "nll_loss", "train/nll_loss", "batch_loss", "avg_loss", "loss_step",
+    "train/train_loss", "train/ce", "nll", "nll_loss", "train/nll_loss", "train_nll", "train/nll", "train_mean_nll",
+    "mean_nll", "mean_loss", "batch_loss", "avg_loss", "loss_step",
     "iter_loss", "train_batch_loss", "train/batch_loss", "train_loss_epoch", "critic/loss", "actor/pg_loss",
 )
 _SPLIT = r"(?:^|[/_.])(?:val|valid|validation|eval|test|dev|tel|validate)(?:[/_.]|$)"

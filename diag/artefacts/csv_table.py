@@ -23,7 +23,10 @@ STEP_NAMES = ("step", "global_step", "iteration", "iter", "steps", "_step", "tra
               "iterations", "num_updates", "update", "batch")
 _LOSS = re.compile(r"loss|perplexity|\bppl\b|grad.?norm|nll|cross.?entropy", re.I)
 _EXTREMES = re.compile(r"__(?:MIN|MAX)$")
+_DECIMAL_COMMA = re.compile(r"\s*[-+]?\d+,\d+(?:[eE][-+]?\d+)?\s*")
 MAX_COLUMNS = 10_000
+#: Rows that do not fit are worth a warning from this share on.
+BAD_SHARE = 0.01
 _EMPTY = {"", "none", "null", "na", "n/a", "-"}
 
 
@@ -40,9 +43,10 @@ def _dialect(head: bytes) -> tuple[str, list[str]] | None:
     return None
 
 
-def _number(cell: str) -> float | None:
+def _number(cell: str, *, comma: bool = False) -> float | None:
+    """The number in a cell; with `comma` a decimal comma counts too, as spreadsheets of half of Europe write it."""
     try:
-        return float(cell)
+        return float(cell.replace(",", ".") if comma and _DECIMAL_COMMA.fullmatch(cell) else cell)
     except ValueError:
         return None
 
@@ -63,7 +67,7 @@ def sniff(head: bytes, name: str) -> float:
         return 0.0
     rows = head.split(b"\n")[1:4]
     cells = [c.strip() for row in rows if row.strip() for c in row.decode("utf-8", "replace").split(separator)]
-    numbers = sum(_number(c) is not None or c.lower() in _EMPTY for c in cells)
+    numbers = sum(_number(c, comma=separator != ",") is not None or c.lower() in _EMPTY for c in cells)
     if cells and numbers < 0.4 * len(cells):
         return 0.0
     return 0.9 if name.endswith((".csv", ".tsv")) else (0.6 if stepped and lossy else 0.0)
@@ -76,6 +80,7 @@ def read(source: Source) -> MetricTable | Unreadable:
     if found is None:
         return Unreadable(path=source.path, format=NAME, bytes=source.bytes, problem="has no header")
     separator, header = found
+    comma = separator != ","
     place = next((header.index(c) for name in STEP_NAMES for c in header if c.lower() == name), None)
     table.steps_known = place is not None
     keys = [None if i == place or _EXTREMES.search(cell) or not cell else _key(cell, source.name)
@@ -88,16 +93,16 @@ def read(source: Source) -> MetricTable | Unreadable:
             next(reader, None)
             for row in reader:
                 row_number = reader.line_num
-                if not row or not any(row):
+                if not row or not any(row) or [cell.strip() for cell in row] == header:  # appended with its header
                     continue
                 rows += 1
-                step = float(rows) if place is None else _number(row[place]) if place < len(row) else None
+                step = float(rows) if place is None else _number(row[place], comma=comma) if place < len(row) else None
                 if step is None or step != step or abs(step) > 2**53 or len(row) > len(header):
                     bad, first_bad = bad + 1, first_bad or row_number
                     continue
                 for index, series in columns:
                     cell = row[index] if index < len(row) else ""
-                    if cell and (value := _number(cell)) is not None:
+                    if cell and (value := _number(cell, comma=comma)) is not None:
                         series.add(int(step), row_number, value)
     except (ArtefactError, csv.Error) as error:
         table.problem, table.problem_severity = f"{error}; read up to line {row_number:,}", "warning"
@@ -108,7 +113,8 @@ def read(source: Source) -> MetricTable | Unreadable:
                           problem=table.problem or "holds no row of numbers below its header")
     if bad and not table.problem:
         table.problem = f"{bad:,} rows do not fit the header, the first is line {first_bad:,}"
-        table.problem_severity = "info" if bad == 1 and first_bad == row_number else "warning"
+        last = bad == 1 and first_bad == row_number
+        table.problem_severity = "info" if last or bad < BAD_SHARE * rows else "warning"
     return table
 
 

@@ -54,6 +54,7 @@ _METER = re.compile(rf"\b(Time|Data(?: time)?)[:\s]\s{{0,8}}({_NUMBER})\s{{0,4}}
 _ANY_LOSS = re.compile(rf"([\w./-]{{0,60}}loss)[\"'\])]?\s{{0,8}}[:= ]\s{{0,8}}[\"']?({_NUMBER})(?![\w:%])", re.I)
 _ANY_COUNT = re.compile(r"(?<![\w./-])(\d+)\s?/\s?(\d+)(?![\w./-])|\b(?:epoch|ep|round|e)[\s:=#\[(]*(\d+)\b", re.I)
 _OTHER_SPLIT = re.compile(r"\b(?:eval\w*|valid\w*|val|test\w*|best|mean|average|final|dev)\b", re.I)
+_SPLIT_BEFORE = re.compile(r"\b(?:eval\w*|valid\w*|val|test\w*|dev)\W{0,4}$", re.I)
 #: "Step 14100 stats, val: loss = 3.3": the loss of another split under the plain name.
 _OTHER_LOSS = re.compile(r"\b(?:eval\w*|valid\w*|val|test\w*|dev)\s{0,3}[:\]|-]\s{0,3}loss\b", re.I)
 _METRIC = re.compile(r"loss|\bce\b|ctc|ppl|perplexity|nll|grad|\blr\b|learning.rate|tok|samples|speed|time|it/s|sec",
@@ -101,12 +102,14 @@ def parse_line(text: str, style: Style = Style()) -> Progress | None:  # noqa: B
         return _made(text, style, int(m[1]), int(m[2]), _piped(m[3]), "megatron")
     if m := _OLMO.search(text):
         return _made(text, style, int(m[1]), int(m[2]) if m[2] else None, {}, "olmo")
-    if _DICT.search(text):
+    if (m := _DICT.search(text)) is not None:
         values = {_key(k): _float(v) for k, v in _PAIR.findall(text)[:MAX_VALUES]}
         step = next((values[k] for k in ("step", "global_step", "num_updates", "iteration") if k in values), None)
         if not any("loss" in k or "grad" in k for k in values):  # a bar may end with a dictionary of other metrics
             return _bar(text, style) if "%|" in text or "/s, " in text else None
         kind = "summary" if "train_runtime" in values or any(k.startswith("eval") for k in values) else "dict"
+        if _SPLIT_BEFORE.search(text, 0, m.start()):  # "val: {'epoch': 3, 'loss': 0.1}"
+            kind = "summary"
         if step is None and (count := _COUNT.search(text)):
             return _made(text, style, int(count[1]), int(count[2]), values, kind)
         known = step is not None and step == step and abs(step) < MAX_STEP

@@ -6,9 +6,11 @@ ones (`lines_known` says which). Replayed steps are kept as they were written; `
 
 from __future__ import annotations
 
+import re
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from diag.artefacts import Artefact
 
@@ -43,6 +45,40 @@ class Series:
         while self.steps and self.steps[-1] > step:
             for column in (self.steps, self.lines, self.values):
                 column.pop()
+
+
+_LOSSLIKE = re.compile(r"loss|nll|ppl|perplexity|grad.?norm|(?:^|[/_])ce(?:$|[/_])", re.I)
+
+
+@lru_cache(maxsize=4096)
+def _losslike(key: str) -> bool:
+    return _LOSSLIKE.search(key) is not None
+
+
+class NullLosses:
+    """Finds NaN that a strict JSON writer turned into null, as JavaScript's and pandas' do.
+
+    A null is NaN where the record lacks nothing but losses and norms of the last record that had this loss, and has
+    nothing beyond it. Others are the empty cells of a table: a record of validation has null for the training loss, and
+    numbers of its own.
+    """
+
+    def __init__(self) -> None:
+        self._there: dict[str, frozenset[str]] = {}
+
+    def of(self, record: dict[str, Any]) -> list[str]:
+        """The keys of `record` whose null is NaN. Called for each record, in order."""
+        losses = [key for key in record if _losslike(key)]
+        if not losses:
+            return []
+        there = frozenset(key for key, value in record.items() if value is not None)
+        found = []
+        for key in losses:
+            if record[key] is not None:
+                self._there[key] = there
+            elif (before := self._there.get(key)) and there < before and all(_losslike(k) for k in before - there):
+                found.append(key)
+        return found
 
 
 @dataclass(kw_only=True)

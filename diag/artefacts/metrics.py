@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import msgspec
 
 from diag.artefacts import Source, Unreadable
-from diag.artefacts.metric_table import HasSeries, Series
+from diag.artefacts.metric_table import HasSeries, NullLosses, Series
 from diag.errors import ArtefactError
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ COUNT_KEYS = ("counts", "tokens_per_expert", "expert_counts", "num_tokens_per_ex
 _ROUTER_KEY = re.compile(r"(?:router|moe)/(?:layers?[._/]?)?(\d+)/(\w+)")
 _LAYER_KEY = re.compile(r"(?:layers?[._/]?)?(\d+)")
 _START = re.compile(rb'\s*\{\s*"(?:step|iteration|global_step|_step|layer|time|loss|router/|moe/)')
+#: A number that no double can hold, like 1e400.
+_HUGE = re.compile(rb"\d[eE]\+?\d{3}")
 _SPECIAL = {"NaN": float("nan"), "nan": float("nan"), "Infinity": float("inf"), "inf": float("inf"),
             "-Infinity": float("-inf"), "-inf": float("-inf")}
 
@@ -124,6 +126,7 @@ class MetricsLog(HasSeries):
     resumes: list[tuple[int, int]] = field(default_factory=list)
     #: the columns of the last record, when it held a step and known scalars only: most records are like the one before
     plain: dict[str, Series] = field(default_factory=dict, repr=False)
+    nulls: NullLosses = field(default_factory=NullLosses, repr=False)
 
 
 ARTEFACT = MetricsLog
@@ -235,12 +238,12 @@ def _decode(line: bytes) -> Any:
     try:
         return msgspec.json.decode(line)
     except msgspec.DecodeError:
-        if b"NaN" not in line and b"Infinity" not in line:
+        if b"NaN" not in line and b"Infinity" not in line and not _HUGE.search(line):
             raise ValueError("not JSON") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
     try:
-        return json.loads(line)  # Python's own writer leaves bare NaN tokens
+        return json.loads(line)  # Python's own writer leaves bare NaN tokens; 1e400 is infinite to it, as to all others
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -281,6 +284,7 @@ def _take(result: MetricsLog, record: dict[str, Any], line: int, index: int) -> 
     step = int(step)
     result.first_step = step if result.first_step is None else result.first_step
     result.last_step = step
+    nulls = result.nulls.of(record)
     for layer, fields in _routers(record):
         _take_router(result, layer, fields, step, line)
     for key, value in record.items():
@@ -288,6 +292,8 @@ def _take(result: MetricsLog, record: dict[str, Any], line: int, index: int) -> 
             continue
         if isinstance(value, str):
             value = _SPECIAL.get(value)
+        elif value is None and key in nulls:
+            value = float("nan")
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             column = result.series.get(key)
             if column is None:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from diag.artefacts import Source, Unreadable
-from diag.artefacts.metric_table import MetricTable
+from diag.artefacts.metric_table import MetricTable, NullLosses
 
 NAME = "trainer-state"
 ARTEFACT = MetricTable
@@ -52,7 +52,7 @@ def read(source: Source) -> MetricTable | Unreadable:
     lines = _step_lines(data)
     exact = len(lines) == sum(isinstance(r, dict) and "step" in r for r in history)
     table.lines_known = exact
-    place = 0
+    place, nulls = 0, NullLosses()
     for number, record in enumerate(history if isinstance(history, list) else [], 1):
         if not isinstance(record, dict) or "step" not in record:
             continue
@@ -61,9 +61,12 @@ def read(source: Source) -> MetricTable | Unreadable:
         if isinstance(step, bool) or not isinstance(step, (int, float)) or step != step or abs(step) > 2**53 or \
                 "train_runtime" in record:
             continue
+        lost = nulls.of(record)
         for key, value in record.items():
             if isinstance(value, str):
                 value = _special(value)
+            elif value is None and key in lost:
+                value = float("nan")
             if key != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
                 table.column(key).add(int(step), line, float(value))
     if not table.series:

@@ -42,6 +42,7 @@ def watch(paths: tuple[str, ...], json_lines: bool, commands: tuple[str, ...], u
     from diag.errors import UsageError
     from diag.watch.hooks import Hooks, checked_url, command_of
     from diag.watch.live import Watch
+    from diag.watch.messages import unread_of
     from diag.watch.session import JsonLines, Lines, Screen, View, run
 
     if once and (forever or wait):
@@ -57,6 +58,12 @@ def watch(paths: tuple[str, ...], json_lines: bool, commands: tuple[str, ...], u
     else:
         view = Lines()
     status = run(followed, view, Hooks(*told, complain=view.say), interval=interval, once=once, forever=forever)
+    unread = followed.follower.unread() if once else {}
     if once and not followed.follower.tails:
-        raise UsageError(f"{', '.join(paths[:5])}: nothing in it that can be watched")
+        why = f" ({unread_of(unread)})" if unread else ""
+        raise UsageError(f"{', '.join(paths[:5])}: nothing in it that can be watched{why}")
+    if unread:
+        view.say(f"not read: {unread_of(unread)}")
+    elif once and followed.run is None and not followed.findings:
+        view.say(f"{', '.join(paths[:5])}: no metrics, no progress and no known message in it")
     return status

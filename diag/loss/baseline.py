@@ -90,3 +90,9 @@ def resolution(values: Floats) -> float:
     if len(unique) < 2:
         return 0.0
     return float(np.min(np.diff(unique)) / max(float(np.median(np.abs(unique))), 1e-12))
+
+
+def quantum(values: Floats) -> float:
+    """The least difference between two values: the last printed digit of a loss that is rounded."""
+    unique = np.unique(np.concatenate([values[:2000], values[-2000:]]))
+    return float(np.min(np.diff(unique))) if len(unique) > 1 else 0.0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from diag.loss.baseline import FLOOR, SCATTER, WINDOW, resolution, scatter, tail_factor, trend
+from diag.loss.baseline import FLOOR, SCATTER, WINDOW, quantum, resolution, scatter, tail_factor, trend
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -35,6 +35,11 @@ OPEN_POINTS = 3
 LEFT_SHARE = 0.25
 #: ... or so much above the level (log loss).
 LEFT_LOG = 0.10
+#: A loss that came up to where it is now so often before, from halfway below, and came down again, has not diverged;
+#: unless it has stayed so many times longer than ever before.
+AGAIN, AGAIN_LONGER = 2, 3
+#: A jump of fewer steps of the last printed digit is a matter of rounding.
+PRINTED_STEPS = 3
 #: The first points of a run bounce: no excursion begins in them (steps from the beginning; points).
 WARM_UP_STEPS, WARM_UP_POINTS = 20, 3
 #: Points within which a rise is traced back to its beginning.
@@ -58,6 +63,8 @@ class Event:
     sigmas: float
     #: one point alone, with its neighbours on course: the noise of a batch as often as a fault
     lone: bool = False
+    #: it is still up, and has been as high and come down before
+    again: bool = False
 
 
 def excursions(steps: Ints, values: Floats, *, from_start: bool) -> list[Event]:
@@ -71,6 +78,7 @@ def excursions(steps: Ints, values: Floats, *, from_start: bool) -> list[Event]:
     y = np.log(values)
     floor = max(FLOOR, resolution(values))
     search = _Search(y, floor)
+    printed = PRINTED_STEPS * quantum(values)
     first = WARM_UP_POINTS
     if from_start:
         first = max(first, int(np.searchsorted(steps, WARM_UP_STEPS)))
@@ -78,7 +86,7 @@ def excursions(steps: Ints, values: Floats, *, from_start: bool) -> list[Event]:
     at = first
     while len(found) < MAX_EVENTS and (place := search.next(at)) is not None:
         event = _judge(search, place, n)
-        if event is None:
+        if event is None or event.height <= printed:
             at = place + 1
             continue
         found.append(event)
@@ -132,6 +140,8 @@ def _judge(search: _Search, place: int, n: int) -> Event | None:
     y = search.y
     start = int(search.index[place])
     level, sigma = float(search.expected[place]), float(search.sigma[place])
+    if y[start] <= np.median(y[search.index[max(place - WINDOW // 3, 0) : place]]):
+        return None  # above the slope carried on, but not above what was: the fall has ended
     wide = sigma * search.tail
     rise = y[start:] - level
     back = min(max(BACK_SIGMA * sigma, BACK_SHARE), 0.9 * float(rise[0]))
@@ -155,7 +165,9 @@ def _judge(search: _Search, place: int, n: int) -> Event | None:
         onset = start - back_at
     last = None if end is None else start + end
     kind = _kind(rise, peak, height, last, start, n, sigma)
-    return Event(kind=kind, onset=onset, peak=start + peak, end=last, level=float(np.exp(level)), sigma=sigma,
+    again = kind == "divergence" and _as_before(y, onset, level)
+    return Event(kind="open" if again else kind, again=again,
+                 onset=onset, peak=start + peak, end=last, level=float(np.exp(level)), sigma=sigma,
                  height=float(np.exp(y[start + peak]) - np.exp(level)),
                  points=(last if last is not None else n) - onset, sigmas=height / sigma,
                  lone=end == 1 and above == 1 and onset == start and abs(float(rise[1])) <= BACK_SIGMA * sigma)
@@ -173,6 +185,18 @@ def _end(rise: Floats, back: float) -> int | None:
     if low[-1] and (low[-2] or len(low) < 6):
         return len(low) - (2 if low[-2] else 1)
     return None
+
+
+def _as_before(y: Floats, onset: int, level: float) -> bool:
+    """Whether a loss that is up at the end went up as high, and came down again, several times before."""
+    now = float(np.median(y[-min(9, max(1, (len(y) - onset) // 4)) :]))
+    middle = (level + now) / 2
+    past = np.where(y[:onset] >= now, 1, np.where(y[:onset] < middle, -1, 0))
+    sides = past[past != 0]
+    if int(((sides[:-1] < 0) & (sides[1:] > 0)).sum()) < AGAIN:
+        return False
+    low = np.flatnonzero(np.concatenate([[True], past < 0, [True]]))
+    return len(y) - onset <= AGAIN_LONGER * int(np.diff(low).max() - 1)
 
 
 def _kind(rise: Floats, peak: int, height: float, end: int | None, start: int, n: int, sigma: float) -> Kind:

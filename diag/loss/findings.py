@@ -76,14 +76,15 @@ def _column(run: Run, column: Column) -> list[Seen]:
         return found
     positive = good.take(good.values > 0)
     if len(positive) >= 4:
-        found += _course(run, positive, begun=nan is not None)
+        found += _course(run, positive, begun=nan is not None, main=main)
     if not found and main and (seen := _short(run, positive)) is not None:
         found.append(seen)
     return found
 
 
-def _course(run: Run, positive: Column, *, begun: bool) -> list[Seen]:
-    """What the course of a positive loss shows; slow things only where nothing else, as NaN (`begun`), was found."""
+def _course(run: Run, positive: Column, *, begun: bool, main: bool) -> list[Seen]:
+    """What the course of a positive loss shows; slow things only where nothing else, as NaN (`begun`), was found, and
+    of the loss that is optimised: one term of a sum may rise while the sum falls."""
     found: list[Seen] = []
     events = excursions(positive.steps, positive.values, from_start=_from_start(run, positive))
     events = [e for e in events if not _rough_start(run, positive, e)]
@@ -94,10 +95,12 @@ def _course(run: Run, positive: Column, *, begun: bool) -> list[Seen]:
         if i not in jumped and not _replays_agree(run, positive, resume) and \
                 (drop := _drop(positive, resume)) is not None:
             found.append(_resume_drop(run, positive, *drop))
-    if found or begun:
+    if found or begun or not main:
         return found
     if (risen := signals.climb(positive.values)) is not None:
         return [_climbed(run, positive, risen)]
+    if (stuck := signals.above_best(positive.values)) is not None:
+        return [_above_best(run, positive, *stuck)]
     if positive.name == "loss" and (flat := signals.plateau(positive)) is not None:
         return [_plateau(run, positive, flat)]
     if (swing := signals.oscillation(positive.values)) is not None:
@@ -328,6 +331,18 @@ def _climbed(run: Run, column: Column, signal: signals.Signal) -> Seen:
     since = f" since step {step:,}" if run.steps_known else ""
     finding.summary = f"The loss climbed from {signal.before:.3g} to {signal.after:.3g}{since} and is still up"
     finding.fix = fix_of("loss_divergence", run, step, why)
+    return Seen(finding, step)
+
+
+def _above_best(run: Run, column: Column, signal: signals.Signal, high: float) -> Seen:
+    step = int(column.steps[signal.at])
+    since = f" at step {step:,}" if run.steps_known else ""
+    finding = _made(run, column, [signal.at, len(column) - 1], "loss_divergence", "warning", 0.6,
+                    {"kind": "not recovering", "level": round(signal.before, 4), "climbed": True,
+                     "height": round(high - signal.before, 4), "last": round(signal.after, 4),
+                     "last_step": int(column.steps[-1])},
+                    summary=f"The loss was best{since} ({signal.before:.3g}), climbed to {high:.3g} and has not come "
+                            f"back since: {signal.after:.3g} at the end")
     return Seen(finding, step)
 
 

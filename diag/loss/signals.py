@@ -25,6 +25,9 @@ GROWTH = 20.0
 RISE_SHARE = 0.2
 #: ... and so many times the scatter between neighbours.
 RISE_SIGMA = 6.0
+#: A loss that climbed by `RISE_SHARE` within a run of so many points, has been above its early best ever since by the
+#: first of these shares, and ends above it by the second, has not recovered. Levels are medians: 4 scatters will do.
+ABOVE_POINTS, ABOVE_SIGMA, ABOVE_SHARE, END_SHARE = 36, 4.0, 0.05, 0.08
 #: Losses below this are rewards, penalties or auxiliary terms, whose level means nothing.
 LEAST_LOSS = 0.3
 #: A dynamic loss scale starts high and is halved until it fits; Megatron starts at 2^32.
@@ -35,6 +38,8 @@ HALVINGS = 5
 BLOW_UP = 30.0
 #: From scratch (at least this loss), a loss that fell by less than this share over so many points and steps.
 SCRATCH_LOSS, LEARNT_SHARE, PLATEAU_POINTS, PLATEAU_STEPS = 5.0, 0.02, 100, 1000
+#: No loss that learns begins above this and stays there, however few the steps.
+ABSURD_LOSS = 1e6
 #: Oscillation: share of the variance in one period, periods seen, amplitude in log loss.
 PERIOD_SHARE, PERIODS, AMPLITUDE = 0.5, 8, 0.05
 
@@ -140,6 +145,26 @@ def climb(values: Floats) -> Signal | None:
     if low < LEAST_LOSS or high < low * (1 + RISE_SHARE) or high - low < RISE_SIGMA * noise:
         return None
     return Signal(_onset(values, best, low + max(3.0 * noise, 0.05 * low)), low, high)
+
+
+def above_best(values: Floats) -> tuple[Signal, float] | None:
+    """A loss whose best level lies in the first two fifths of the run: (signal, highest level since)."""
+    n = len(values)
+    if n < ABOVE_POINTS:
+        return None
+    width = max(WINDOW if n >= 100 else WINDOW // 2 + 1, n // MEDIANS)
+    count = n // width
+    levels = np.median(values[: count * width].reshape(count, width), axis=1)
+    best = int(np.argmin(levels))
+    since = levels[best + 1 + (count - best) // 4 :]
+    if 5 * best > 2 * count or len(since) < 4:
+        return None
+    low, high, last = float(levels[best]), float(levels[best:].max()), float(np.median(levels[-2:]))
+    noise = 1.4826 * float(np.median(np.abs(np.diff(values)))) / np.sqrt(2.0)
+    if low < LEAST_LOSS or high < low * (1 + RISE_SHARE) or high - low < ABOVE_SIGMA * noise or \
+            last < low * (1 + END_SHARE) or since.min() < low * (1 + ABOVE_SHARE):
+        return None
+    return Signal(best * width + width // 2, low, last, n - best * width), high
 
 
 def growth(values: Floats) -> Signal | None:
@@ -260,7 +285,9 @@ def blow_up(column: Column) -> Signal | None:
 def plateau(column: Column) -> Signal | None:
     """From scratch and nothing learnt: the loss is where it began, after many points and steps."""
     values = column.values
-    if len(values) < PLATEAU_POINTS or column.steps[-1] - column.steps[0] < PLATEAU_STEPS or column.steps[0] > 100:
+    if len(values) < PLATEAU_POINTS or column.steps[0] > 100:
+        return None
+    if column.steps[-1] - column.steps[0] < PLATEAU_STEPS and values.min() < ABSURD_LOSS:
         return None
     begin, end = float(np.median(values[:9])), float(np.median(values[-len(values) // 4 :]))
     if begin < SCRATCH_LOSS or end < begin * (1 - LEARNT_SHARE) or values.min() < begin * (1 - 3 * LEARNT_SHARE):

@@ -21,7 +21,8 @@ def sentence_of(cause: str, run: Run, column: Column, event: Event, why: Blame, 
     if event.kind == "divergence":
         ending = f" and stays up ({float(column.values[-1]):.3g})"
     elif event.kind == "open":
-        ending = " and is coming down" if event.points > 3 else ", shortly before the end of the record"
+        ending = ", as it has done and come down before" if event.again else \
+            " and is coming down" if event.points > 3 else ", shortly before the end of the record"
     elif event.kind == "slow":
         ending = f" and needed {event.points} logged points to come back"
     else:

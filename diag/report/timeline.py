@@ -17,7 +17,7 @@ from diag.schema import Finding, Report
 
 MAX_ROWS = 40
 #: User units of the drawing, chosen so that its text can be read when it is as wide as a phone.
-ROW, LEFT, RIGHT, TOP = 26, 88, 16, 10
+ROW, LEFT, RIGHT, TOP = 26, 112, 16, 10
 WIDTH = 460
 EVERYONE = -1
 

@@ -44,6 +44,7 @@ class Follower:
         self._by_identity: dict[tuple[int, int], Tail] = {}
         self._folders: dict[str, tuple[int, list[str], list[str]]] = {}  # mtime, folders and files in it
         self._unknown: dict[str, tuple[int, int]] = {}  # path -> size and mtime at which it was not recognised
+        self._unread: dict[str, str] = {}  # path -> why nothing of it is known
         self._sizes: dict[str, int] = {}  # path -> size at which it was recognised
         self._next_scan = float("-inf")
         if not wait:
@@ -213,8 +214,13 @@ class Follower:
         reader = None if isinstance(source, Unreadable) else recognise(source)
         if isinstance(source, Unreadable) or reader is None or reader.NAME in _NOT_READ or _copy_of_metrics(path):
             self._unknown[path] = mark
+            if isinstance(source, Unreadable):
+                self._unread[path] = source.problem or "cannot be read"
+            elif given and reader is None:
+                self._unread[path] = "is in no format that is known here"
             return
         self._unknown.pop(path, None)
+        self._unread.pop(path, None)
         tail = tail_of(source, reader, info)
         self.tails[path] = self._by_identity[tail.identity] = tail
         self._sizes[path] = info.st_size
@@ -226,6 +232,11 @@ class Follower:
         """What was read so far of every file, in the order of their names."""
         found = [self.tails[path].artefact() for path in sorted(self.tails)]
         return [item for item in found if item is not None]
+
+    def unread(self) -> dict[str, str]:
+        """Files of which nothing is known, and why."""
+        empty = {path: "nothing in it can be read" for path, tail in self.tails.items() if tail.artefact() is None}
+        return {path: problem for path, problem in (self._unread | empty).items() if os.path.lexists(path)}
 
     @property
     def behind(self) -> int:

@@ -62,3 +62,9 @@ def details(alarm: Alarm) -> list[tuple[str, str]]:
 
 def _iso(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def unread_of(unread: dict[str, str]) -> str:
+    """One line about files of which nothing is known."""
+    more = f"; and {len(unread) - 3} more" if len(unread) > 3 else ""
+    return "; ".join(f"{printable(path)}: {printable(problem)}" for path, problem in list(unread.items())[:3]) + more

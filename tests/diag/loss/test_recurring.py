@@ -1,0 +1,74 @@
+"""Losses that come and go, that jump by a printed digit, that never find back to their best: cases and their twins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from diag.diagnose import diagnose
+from diag.loss.events import excursions
+from diag.loss.signals import above_best, plateau
+from diag.schema import SEVERITY_ORDER
+from diag.series import Column
+
+RNG = np.random.default_rng(5)
+
+
+def found(values: np.ndarray) -> list[tuple[str, bool]]:
+    events = excursions(np.arange(len(values)) + 100, values, from_start=False)
+    return [(event.kind, event.again) for event in events]
+
+
+def dips(last: int) -> np.ndarray:
+    """A level of 0.01 with dips to 1e-6, of 60 points each, and `last` points of the level at the end."""
+    pieces = [np.full(60, 0.01)]
+    for _ in range(4):
+        fall = 0.01 * np.exp(-9 * (1 - np.exp(-np.arange(60) / 12)))
+        pieces += [fall, np.full(60, 0.01)]
+    pieces[-1] = np.full(last, 0.01)
+    values = np.concatenate(pieces)
+    return values * np.exp(0.1 * RNG.standard_normal(len(values)))
+
+
+def test_a_loss_that_is_as_high_as_it_often_was_has_not_diverged() -> None:
+    assert found(dips(40))[-1] == ("open", True)
+    assert found(dips(400))[-1] == ("divergence", False)  # it has never stayed up so long
+
+
+def test_a_jump_of_the_last_printed_digit_is_rounding() -> None:
+    values = np.round(np.concatenate([np.geomspace(0.3, 0.0002, 90), np.full(60, 0.0001)]), 4)
+    values[130] = 0.0002
+    values[140:142] = 0.0003
+    assert found(values) == []
+    assert found(np.where(np.arange(150) == 140, 0.01, values)) == [("transient", False)]
+
+
+def test_a_loss_that_never_finds_back_to_its_early_best() -> None:
+    noise = np.exp(0.01 * RNG.standard_normal(200))
+    up = np.concatenate([np.geomspace(5, 2.3, 20), np.linspace(2.3, 2.95, 40), np.linspace(2.95, 2.62, 140)]) * noise
+    seen = above_best(up)
+    assert seen is not None and 10 <= seen[0].at <= 35 and 2.8 < seen[1] < 3.1
+    hill = np.concatenate([np.geomspace(5, 2.3, 20), np.linspace(2.3, 2.95, 40), np.linspace(2.95, 2.2, 140)]) * noise
+    assert above_best(hill) is None
+    assert above_best(np.geomspace(5, 2, 200) * noise) is None
+
+
+def column(values: np.ndarray) -> Column:
+    steps = np.arange(len(values))
+    return Column("loss", "loss", steps, values, steps)
+
+
+def test_an_absurd_loss_that_stays_is_a_plateau_after_few_steps() -> None:
+    assert plateau(column(np.full(200, 1.5e26))) is not None
+    assert plateau(column(np.full(200, 9.0))) is None
+    assert plateau(column(np.geomspace(1e26, 1e3, 200))) is None
+
+
+def test_one_term_of_a_sum_may_climb(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    rows = [f"{i},{100 / (i + 5) + 1:.5f},{0.5 + i / 1000:.5f},{99 / (i + 5) + 0.5:.5f}" for i in range(400)]
+    path.write_text("step,mean_loss,border_loss,inner_loss\n" + "\n".join(rows) + "\n")
+    assert [f for f in diagnose([path]).findings if SEVERITY_ORDER[f.severity] >= SEVERITY_ORDER["warning"]] == []
+    path.write_text("step,loss\n" + "\n".join(f"{i},{0.5 + i / 1000:.5f}" for i in range(400)) + "\n")
+    assert diagnose([path]).findings[0].cause == "loss_divergence"
