@@ -361,7 +361,8 @@ def test_numbers_that_are_none(value: str) -> None:
             alarms(item)
 
 
-@pytest.mark.parametrize("line", [" " * 50_000, "a" + " " * 50_000 + "!", "a " * 25_000, "1 " * 25_000, "a : " * 12_000],
+@pytest.mark.parametrize("line", [" " * 50_000, "a" + " " * 50_000 + "!", "a " * 25_000, "1 " * 25_000,
+                                  "a : " * 12_000],
                          ids=["spaces", "gap", "words", "numbers", "keys"])
 @pytest.mark.parametrize("head", ["busbw algbw\n", "==NVSMI LOG==\nGPU 00000000:19:00.0\n", "CA 'x'\n\tCA type: y\n"],
                          ids=["nccl-tests", "nvidia-smi", "ibstat"])
