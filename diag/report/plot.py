@@ -114,7 +114,7 @@ def require_png(target: str, *, force: bool = False) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise MissingExtra("pdtrain diag loss --png", "plot", "matplotlib") from None
+        raise MissingExtra("--png", "plot", "matplotlib") from None
     path = Path(target)
     if not path.absolute().parent.is_dir():
         raise UsageError(f"{target}: there is no directory {path.absolute().parent}")
