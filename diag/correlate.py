@@ -90,6 +90,8 @@ def explains(a: Finding, b: Finding) -> bool:
     """Whether `a` accounts for `b`."""
     if a.cause == b.cause:
         return _seen_closer(a, b)
+    if (jump := a.numbers.get("lr_jump_step")) is not None and b.numbers.get("lr_jump_step") == jump:
+        return b.cause.startswith("moe_") and not a.cause.startswith("moe_")  # the loss says what it did to the run
     if a.cause in VIEWS and b.cause in VIEWS and bool(a.where.ranks) != bool(b.where.ranks):
         # Two views of one wait: the one that names nobody cannot account for the one that does.
         return bool(a.where.ranks) and (a.where.group is not None or _linked(a, b))

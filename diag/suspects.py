@@ -101,7 +101,7 @@ def _balancing(log: MetricsLog, config: RunConfig | None) -> Suspect:
 
 def _learning_rate(log: MetricsLog, config: RunConfig | None, onset: int | None) -> Suspect:
     name = "learning rate"
-    jump = _lr_jump(log, onset)
+    jump = lr_jump(log, onset)
     if jump is not None:
         return Suspect(name, "likely", f"the learning rate rose {jump[1]:.0f} times at step {jump[0]:,}")
     growth = _growth(log, onset)
@@ -117,7 +117,7 @@ def _learning_rate(log: MetricsLog, config: RunConfig | None, onset: int | None)
     return Suspect(name, "unlikely", f"peak {lr:g} for the router")
 
 
-def _lr_jump(log: MetricsLog, onset: int | None) -> tuple[int, float] | None:
+def lr_jump(log: MetricsLog, onset: int | None) -> tuple[int, float] | None:
     """(step, factor) of the largest sudden rise of the learning rate near the onset. Warm-up rises too, but gently."""
     series = log.series.get("lr")
     if series is None or onset is None:

@@ -8,6 +8,7 @@ say. Loads of single ranks are not in the metrics, so a slow rank under a balanc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from diag.artefacts import Artefacts
 from diag.artefacts.expert_weights import ExpertWeights
@@ -18,7 +19,7 @@ from diag.detectors import NotChecked, detector
 from diag.placement import Layout, describe, recent_counts
 from diag.routing import DEAD_ALARM, DEAD_STEPS, DROP_ALARM, GINI_WARN, Layer, judge
 from diag.schema import Evidence, Finding, Severity, Where
-from diag.suspects import fix_order, suspects
+from diag.suspects import fix_order, lr_jump, suspects
 
 #: Logged steps below which a picture is a snapshot: worth showing, not worth certainty.
 SNAPSHOT_RECORDS = 3
@@ -100,11 +101,15 @@ def _imbalance(
     if sum(item.window.records for item in worst.windows) < SNAPSHOT_RECORDS:
         severity, confidence = "warning", 0.5
     found = suspects(log, config, first, weights)
+    fixes = fix_order(found)
+    numbers: dict[str, Any] = {"layers": [layer.row() for layer in sick], "suspects": [s.row() for s in found]}
+    if (jump := lr_jump(log, first)) is not None:
+        fixes.insert(0, f"Mend the schedule: the learning rate rose {jump[1]:.0f} times at step {jump[0]:,}.")
+        numbers |= {"lr_jump_step": jump[0], "lr_jump_factor": round(jump[1], 2)}
     return Finding(
         cause=cause, severity=severity, confidence=confidence, summary=_sentence(cause, sick, first, log),
         where=Where(module="router", step=first if log.steps_known else None), evidence=_evidence(sick, log),
-        fix=fix_order(found),
-        numbers={"layers": [layer.row() for layer in sick], "suspects": [s.row() for s in found]},
+        fix=fixes, numbers=numbers,
     )
 
 

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from diag.loss.baseline import scatter, trend
+
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from diag.series import Column, Run
 
 #: A gradient norm is out of its way above so many times its median before, and so many scatters (of its log).
@@ -20,6 +24,8 @@ LEAD_POINTS = 10
 HISTORY = 60
 #: A learning rate that changes by more than this share around the onset is worth saying.
 LR_CHANGE = 0.2
+#: One that rose so many times from a record to the next, not among the first of the run, is a broken schedule.
+LR_JUMP, LR_JUMP_AFTER = 3.0, 10
 
 
 @dataclass(slots=True)
@@ -32,6 +38,7 @@ class Blame:
     module: str | None = None
     lr: float | None = None
     lr_rose: bool = False
+    lr_jump: tuple[int, float] | None = None
     batch_size: float | None = None
     changed: list[str] = field(default_factory=list)
     samples: tuple[int, int] | None = None
@@ -42,6 +49,8 @@ class Blame:
         found: dict[str, Any] = {}
         for name, value in (("grad_norm_led", self.norm_led), ("grad_norm_step", self.norm_step),
                             ("grad_norm_ratio", self.norm_ratio), ("first_module", self.module), ("lr", self.lr),
+                            ("lr_jump_step", self.lr_jump[0] if self.lr_jump else None),
+                            ("lr_jump_factor", round(self.lr_jump[1], 2) if self.lr_jump else None),
                             ("batch_size", self.batch_size), ("changed", self.changed or None),
                             ("suspect_samples", list(self.samples) if self.samples else None),
                             ("suspect_documents", self.documents or None)):
@@ -71,6 +80,7 @@ def blame(run: Run, step: int, before: int, peak: int) -> Blame:
     found.lr = run.value("lr", step)
     earlier = run.value("lr", before)
     found.lr_rose = found.lr is not None and earlier is not None and found.lr > earlier * (1 + LR_CHANGE)
+    found.lr_jump = lr_jump(run, step)
     found.batch_size = run.value("batch_size", step)
     for name in ("batch_size", "sequence_length"):
         now, then = run.value(name, step), run.value(name, before)
@@ -92,6 +102,39 @@ def blame(run: Run, step: int, before: int, peak: int) -> Blame:
     elif found.samples is None and run.train_batch and run.steps_known:
         found.samples = before * run.train_batch, step * run.train_batch - 1
     return found
+
+
+def lr_jump(run: Run, step: int) -> tuple[int, float] | None:
+    """(step, factor) of the largest leap of the learning rate within `LEAD_POINTS` records up to `step`."""
+    column = run.get("lr")
+    if column is None:
+        return None
+    stop = int(np.searchsorted(column.steps, step, side="right"))
+    first = max(stop - LEAD_POINTS, LR_JUMP_AFTER)
+    before, after = column.values[first - 1 : stop - 1], column.values[first:stop]
+    if not len(after) or len(before) != len(after):
+        return None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factor = np.where(before > 0, after / before, 0.0)
+    place = int(np.argmax(factor))
+    return (int(column.steps[first + place]), float(factor[place])) if factor[place] >= LR_JUMP else None
+
+
+def norms_moved(run: Run, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
+    """At which of `steps` the gradient norm was out of its way, or had been one record before; None without norms."""
+    norm = run.get("grad_norm")
+    if norm is None:
+        return None
+    good = np.isfinite(norm.values) & (norm.values > 0)
+    if good.sum() < HISTORY // 2:
+        return None
+    logs = np.log(norm.values[good])
+    rise = logs - trend(logs)
+    out = rise > np.maximum(np.log(NORM_FACTOR), NORM_SIGMA * scatter(rise, 0.02))
+    out[1:] |= out[:-1].copy()
+    known = norm.steps[good]
+    place = np.minimum(np.searchsorted(known, steps), len(known) - 1)
+    return np.asarray((known[place] == steps) & out[place])
 
 
 def departure(column: Column, step: int, peak: int) -> tuple[int, float] | None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
     Ints = npt.NDArray[np.int64]
+    Flags = npt.NDArray[np.bool_]
 
 Kind = Literal["transient", "slow", "divergence", "open"]
 
@@ -21,6 +22,9 @@ Kind = Literal["transient", "slow", "divergence", "open"]
 ONSET_SIGMA, ONSET_SHARE = 6.0, 0.02
 #: ... which counts when its peak is this far above it. The scatter is widened by the run's own tail.
 PEAK_SIGMA, PEAK_SHARE = 10.0, 0.10
+#: Where the gradient norm left its way at the same time, in two points or more, it is enough that so many points are
+#: this far above the course in the mean: each alone may be within the noise of a small batch.
+TOGETHER_NORMS, TOGETHER_POINTS, TOGETHER_SIGMA = 2, 4, 3.5
 #: A single point must stand out further: losses of single batches have tails.
 LONE_SIGMA, LONE_SHARE = 14.0, 0.22
 #: With so few points before it an excursion must be much larger.
@@ -67,17 +71,18 @@ class Event:
     again: bool = False
 
 
-def excursions(steps: Ints, values: Floats, *, from_start: bool) -> list[Event]:
+def excursions(steps: Ints, values: Floats, *, from_start: bool, moved: Flags | None = None) -> list[Event]:
     """All excursions of positive, finite `values` [n] at `steps` [n], in order.
 
-    `from_start` says that the run began with these points, so that the first ones are warm-up.
+    `from_start` says that the run began with these points, so that the first ones are warm-up. `moved` [n] tells the
+    points at which the gradient norm had left its way.
     """
     n = len(values)
     if n < WARM_UP_POINTS + 1:
         return []
     y = np.log(values)
     floor = max(FLOOR, resolution(values))
-    search = _Search(y, floor)
+    search = _Search(y, floor, moved)
     printed = PRINTED_STEPS * quantum(values)
     first = WARM_UP_POINTS
     if from_start:
@@ -99,8 +104,8 @@ def excursions(steps: Ints, values: Floats, *, from_start: bool) -> list[Event]:
 class _Search:
     """The sequence without the points of excursions found so far, with its trend and scatter."""
 
-    def __init__(self, y: Floats, floor: float) -> None:
-        self.y, self.floor = y, floor
+    def __init__(self, y: Floats, floor: float, moved: Flags | None) -> None:
+        self.y, self.floor, self.moved = y, floor, moved
         self.index = np.arange(len(y))
         self.expected = trend(y)
         self.sigma = scatter(y - self.expected, floor)
@@ -109,7 +114,17 @@ class _Search:
 
     def _mark(self) -> None:
         rise = self.y[self.index] - self.expected
-        self.hot = np.flatnonzero(rise > np.maximum(ONSET_SIGMA * self.sigma, ONSET_SHARE))
+        limit: Floats | float = ONSET_SIGMA
+        if self.moved is not None:
+            limit = np.where(self.moved[self.index], TOGETHER_SIGMA, ONSET_SIGMA)
+        self.hot = np.flatnonzero(rise > np.maximum(limit * self.sigma, ONSET_SHARE))
+
+    def together(self, start: int, peak: int, rise: Floats, sigma: float) -> bool:
+        """Whether the gradient norm left its way around the rise [from `start` on] too, and the rise is no blip."""
+        if self.moved is None or len(rise) < TOGETHER_POINTS:
+            return False
+        norms = int(self.moved[max(start - 2, 0) : start + peak + 3].sum())
+        return norms >= TOGETHER_NORMS and float(rise[:TOGETHER_POINTS].mean()) >= TOGETHER_SIGMA * sigma
 
     def next(self, at: int) -> int | None:
         """The next place of the sequence, from `at` on, that lies above the course."""
@@ -150,11 +165,13 @@ def _judge(search: _Search, place: int, n: int) -> Event | None:
     peak = int(np.argmax(inside))
     height = float(inside[peak])
     above = int((inside > max(ONSET_SIGMA * sigma, ONSET_SHARE)).sum())
-    if height < max(PEAK_SIGMA * wide, PEAK_SHARE if place >= FEW else FEW_SHARE):
+    share = PEAK_SHARE if place >= FEW else FEW_SHARE
+    together = height >= share and search.together(start, peak, rise, sigma)
+    if height < max(PEAK_SIGMA * wide, share) and not together:
         return None
-    if above < 2 and height < max(LONE_SIGMA * wide, LONE_SHARE):
+    if above < 2 and height < max(LONE_SIGMA * wide, LONE_SHARE) and not together:
         return None
-    if above < 2 and start == n - 1 and height < max(2 * LONE_SIGMA * wide, 2 * LONE_SHARE):
+    if above < 2 and not together and start == n - 1 and height < max(2 * LONE_SIGMA * wide, 2 * LONE_SHARE):
         return None  # the very last point: nothing shows yet whether it is one
     onset = start
     for back_at in range(1, TRACE_BACK + 1):

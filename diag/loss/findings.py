@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from diag.loss import short, signals
-from diag.loss.blame import Blame, blame
+from diag.loss.blame import Blame, blame, norms_moved
 from diag.loss.events import Event, excursions
 from diag.loss.words import fix_of, sentence_of
 from diag.schema import Evidence, Finding, Severity, Where
@@ -86,7 +86,8 @@ def _course(run: Run, positive: Column, *, begun: bool, main: bool) -> list[Seen
     """What the course of a positive loss shows; slow things only where nothing else, as NaN (`begun`), was found, and
     of the loss that is optimised: one term of a sum may rise while the sum falls."""
     found: list[Seen] = []
-    events = excursions(positive.steps, positive.values, from_start=_from_start(run, positive))
+    moved = norms_moved(run, positive.steps) if main else None
+    events = excursions(positive.steps, positive.values, from_start=_from_start(run, positive), moved=moved)
     events = [e for e in events if not _rough_start(run, positive, e)]
     resumes = _resumes(run, positive)
     jumped = {i for e in events for i, r in enumerate(resumes) if _at_resume(positive, e, r)}

@@ -30,7 +30,10 @@ def sentence_of(cause: str, run: Run, column: Column, event: Event, why: Blame, 
     if cause == "loss_resume_jump":
         ending = f", where the run was resumed{'' if event.kind == 'divergence' else ending}"
     lead = ""
-    if why.changed:
+    if why.lr_jump:
+        lead = f"; the learning rate had risen {why.lr_jump[1]:.0f} times" + \
+            (f" at step {why.lr_jump[0]:,}" if run.steps_known else "")
+    elif why.changed:
         lead = f"; the {' and '.join(why.changed).replace('_', ' ')} changed there"
     elif why.norm_led:
         lead = f"; the gradient norm rose first (step {why.norm_step:,})" if why.norm_step is not None and \
@@ -50,7 +53,10 @@ def fix_of(cause: str, run: Run, step: int, why: Blame) -> list[str]:
     before = f"before step {step:,}" if run.steps_known else "before it began"
     lower, rewind = _options(run, step, why)
     steps = []
-    if why.norm_led or cause in ("loss_divergence", "loss_nan"):
+    if why.lr_jump:
+        steps = [f"Mend the schedule: the learning rate rose {why.lr_jump[1]:.0f} times from one record to the next",
+                 f"Rewind to the last checkpoint {before}: {rewind}"]
+    elif why.norm_led or cause in ("loss_divergence", "loss_nan"):
         steps = [f"Rewind to the last checkpoint {before}: {rewind}",
                  f"Lower the peak learning rate or clip harder: {lower}"]
     elif cause == "loss_spike":

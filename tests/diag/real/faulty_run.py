@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -89,12 +90,16 @@ def put_in(fault: str, guilty: bool) -> None:
         Router.update_bias = pushed_bias  # type: ignore[method-assign]
     if fault == "repeats":
         Data.sequences = one_page  # type: ignore[method-assign]
+    if fault.startswith("slow") and guilty:
+        keep_pace()
     if fault == "slow" and guilty:
-        slowly(GroupedQueryAttention, "forward", 0.03)
+        slowly(GroupedQueryAttention, "forward", 0.2)
     if fault == "slow-data" and guilty:
-        slowly(Data, "sequences", 0.08)
+        slowly(Data, "sequences", 0.6)
     if fault == "nice" and guilty:
         share_a_core()
+    if fault == "duty" and guilty:
+        half_the_time()
 
 
 def share_a_core() -> None:
@@ -110,12 +115,47 @@ def share_a_core() -> None:
     os.nice(6)
 
 
-def slowly(owner: type, name: str, seconds: float) -> None:
-    """`owner.name` takes so much longer."""
+def half_the_time() -> None:
+    """Be stopped and continued by another process, ten times a second."""
+    parent = os.getpid()
+    if os.fork() == 0:
+        try:
+            while os.getppid() == parent:  # ends with the rank
+                os.kill(parent, signal.SIGSTOP)
+                time.sleep(0.05)
+                os.kill(parent, signal.SIGCONT)
+                time.sleep(0.05)
+        except ProcessLookupError:
+            pass
+        os._exit(0)
+
+
+class Pace:
+    """What a step takes on this machine at this moment, without the sleep that was put in."""
+
+    step, slept, last = 0.0, 0.0, 0.0
+
+
+def keep_pace() -> None:
+    """Measure the steps of this rank: one begins where its sequences are asked for."""
+    honest = Data.sequences
+
+    def call(self: Data, *arguments: Any, **keywords: Any) -> Any:
+        now = time.perf_counter()
+        Pace.step, Pace.slept, Pace.last = now - Pace.last - Pace.slept if Pace.last else 0.0, 0.0, now
+        return honest(self, *arguments, **keywords)
+
+    Data.sequences = call  # type: ignore[method-assign]
+
+
+def slowly(owner: type, name: str, share: float) -> None:
+    """`owner.name` takes longer by so much of a step: on a loaded machine everything takes longer."""
     honest = getattr(owner, name)
 
     def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        seconds = min(share * Pace.step, 1.0)
         time.sleep(seconds)
+        Pace.slept += seconds
         return honest(self, *arguments, **keywords)
 
     setattr(owner, name, call)

@@ -46,11 +46,12 @@ def _clean():
 
 
 @cache
-def report(fault: str, ranks: int = 1) -> Report:
-    """The post-mortem of a run with `fault`; every process of it is gone."""
-    folder = base() / f"{fault}-{ranks}"
+def report(fault: str, ranks: int = 1, guilty: int = 1) -> Report:
+    """The post-mortem of a run with `fault`, of the rank `guilty` if of one; every process of it is gone."""
+    folder = base() / f"{fault}-{ranks}-{guilty}"
     steps = STEPS if ranks == 1 else STEPS_OF_TWO
-    command = [str(SCRIPT), fault, str(folder), "--steps", str(steps), "--ranks", str(ranks)]
+    command = [str(SCRIPT), fault, str(folder), "--steps", str(steps), "--ranks", str(ranks),
+               "--rank", str(guilty)]
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     process = subprocess.Popen([*(start if ranks > 1 else [sys.executable]), *command], cwd=ROOT,
                                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
@@ -85,13 +86,16 @@ def test_the_healthy_twin_is_silent(ranks: int) -> None:
 
 
 def test_a_learning_rate_thirty_times_too_high() -> None:
-    found = warned(report("lr"))
-    numeric = [f for f in found if f.cause in ("loss_spike", "loss_divergence", "grad_explosion")]
-    router = [f for f in found if f.cause in ("moe_expert_imbalance", "moe_router_collapse")]
-    assert numeric or router
-    for finding in router:
-        assert suspects(finding)["learning rate"] == "likely" and "learning rate" in finding.fix[0]
-    assert all(abs((f.where.step or 0) - ONSET) <= 20 for f in numeric + router)
+    """The loss says first what the leap did to the run. Whether it comes back depends on how long the rate stays up;
+    a router that became uneven with it is a victim, although its own window may begin a little earlier."""
+    found = report("lr")
+    first = root(found)
+    assert first.cause in ("loss_spike", "loss_divergence") and first.numbers["lr_jump_step"] == ONSET
+    assert first.where.step is not None and 0 <= first.where.step - ONSET <= 4
+    assert "learning rate" in first.summary and "schedule" in first.fix[0]
+    for finding in warned(found)[1:]:
+        assert finding.role == "victim" and finding.cause in ("moe_expert_imbalance", "moe_router_collapse"), finding
+        assert suspects(finding)["learning rate"] == "likely" and "schedule" in finding.fix[0]
 
 
 def test_a_bf16_router_with_a_runaway_bias() -> None:
@@ -119,10 +123,12 @@ def test_the_same_documents_again_and_again() -> None:
     assert finding.cause == "data_repeated" and abs((finding.where.step or 0) - ONSET) <= 3
 
 
-@pytest.mark.parametrize("fault, module, words", [
-    ("slow", "attention", "computing attention"), ("slow-data", None, "waiting for data"), ("nice", None, ""),
+@pytest.mark.parametrize("fault, guilty, module, words", [
+    ("slow", 0, "attention", "computing attention"), ("slow-data", 1, None, "waiting for data"),
+    ("nice", 1, None, ""), ("nice", 0, None, ""), ("duty", 0, None, ""), ("duty", 1, None, ""),
 ])
-def test_one_slow_rank(fault: str, module: str | None, words: str) -> None:
-    found = [f for f in warned(report(fault, 2)) if f.cause == "straggler"]
-    assert [f.where.ranks for f in found] == [[1]]
+def test_one_slow_rank(fault: str, guilty: int, module: str | None, words: str) -> None:
+    """Really slow: it sleeps, is less important than another process on its core, or is stopped half of the time."""
+    found = [f for f in warned(report(fault, 2, guilty)) if f.cause == "straggler"]
+    assert [f.where.ranks for f in found] == [[guilty]]
     assert words in found[0].summary and (module is None or found[0].where.module == module)
