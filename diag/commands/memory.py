@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import click
@@ -21,6 +22,22 @@ def _bytes(_ctx: click.Context, _param: click.Parameter, value: str | None) -> i
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
+def _is_log(path: str) -> bool:
+    """Whether `path` is one file, and a log. What cannot be opened is the diagnosis's to say."""
+    from diag.artefacts import Source, recognise
+    from diag.discover import open_file
+    from diag.errors import PdtrainError
+
+    if not os.path.isfile(path):  # noqa: PTH113 - "-" and odd names are no error here
+        return False
+    try:
+        source = open_file(path)
+    except (OSError, PdtrainError):
+        return False
+    reader = recognise(source) if isinstance(source, Source) else None
+    return reader is not None and reader.NAME == "log"
+
+
 @click.command()
 @click.argument("snapshots", nargs=-1, required=True, metavar="SNAPSHOT...")
 @click.option("--device-memory", metavar="SIZE", callback=_bytes,
@@ -33,7 +50,8 @@ def memory(snapshots: tuple[str, ...], device_memory: int | None, png: str | Non
     """Who held the memory at the peak, why it ran out, what stays behind after each step, which rank differs.
 
     SNAPSHOT is a pickle of torch.cuda.memory._dump_snapshot() (any version, .gz too), a folder of them, one per rank,
-    or a module-peak file that pdtrain records on CPU. --html draws a timeline that can be zoomed.
+    or a module-peak file that pdtrain records on CPU. A log is read for its out-of-memory sentence. --html draws a
+    timeline that can be zoomed.
     """
     from diag.artefacts import Artefacts
     from diag.commands.output import colour, width
@@ -46,7 +64,8 @@ def memory(snapshots: tuple[str, ...], device_memory: int | None, png: str | Non
         require_png(png, force=output.force)
     read: list[Artefacts] = []
     with output.progress() as progress:
-        report = diagnose(snapshots, only="memory", signatures=output.signatures, progress=progress,
+        topics = ("memory", "logs") if any(map(_is_log, snapshots)) else "memory"
+        report = diagnose(snapshots, only=topics, signatures=output.signatures, progress=progress,
                           inspect=read.append, device_memory=device_memory)
 
     def page(report: Report) -> str:

@@ -258,3 +258,26 @@ def test_png(tmp_path: Path) -> None:
     target = tmp_path / "x.png"
     assert pdtrain("diag", "memory", str(written(tmp_path, training(4))), "--png", str(target)).status == 0
     assert target.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("sentence, cause, says, missing", [
+    ("CUDA out of memory. Tried to allocate 6.00 GiB. GPU 2 has a total capacity of 79.11 GiB of which 1.50 GiB is "
+     "free. Including non-PyTorch memory, this process has 77.60 GiB memory in use. Of the allocated memory "
+     "75.00 GiB is allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but unallocated.", "cuda_oom",
+     "4.0 GiB too much for 79.1 GiB even with all that lies idle", 4 << 30),
+    ("NPU out of memory. Tried to allocate 60.00 MiB (NPU 0; 60.96 GiB total capacity; 59.30 GiB already allocated; "
+     "59.30 GiB current active; 30.00 MiB free; 59.33 GiB reserved in total by PyTorch)", "cuda_oom",
+     "not in one piece", 0),
+    ("HIP out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 15.92 GiB of which 7.12 GiB is "
+     "free. Of the allocated memory 8.08 GiB is allocated by PyTorch, and 321.96 MiB is reserved by PyTorch "
+     "but unallocated.", "cuda_oom", "yet 7.1 GiB were free on the device", None),
+])  # fmt: skip
+def test_the_sentence_of_a_log_is_reckoned_with(tmp_path: Path, sentence: str, cause: str, says: str,
+                                                missing: int | None) -> None:
+    path = tmp_path / "train.log"
+    path.write_text("Traceback (most recent call last):\n  File \"train.py\", line 3, in main\n    y = model(x)\n"
+                    f"torch.OutOfMemoryError: {sentence}\n")
+    done = pdtrain("diag", "memory", "--json", str(path))
+    finding = json.loads(done.out)["findings"][0]
+    assert (done.status, finding["role"], finding["cause"]) == (1, "root", cause)
+    assert says in finding["summary"] and finding["numbers"].get("missing_bytes") == missing
