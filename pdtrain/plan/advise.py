@@ -18,7 +18,7 @@ from pdtrain.parallel.layout import Layout
 from pdtrain.plan import memory
 from pdtrain.plan.estimate import Estimate, estimate
 from pdtrain.plan.pools import MeasuredPools, measured_json, measured_text
-from pdtrain.plan.setup import Setup, layout_text
+from pdtrain.plan.setup import Drop, Setup, layout_text
 from pdtrain.plan.text import duration, size
 
 #: All-to-all above this share of the step: the expert layout needs change (DOMAIN: 30 % of forward time).
@@ -95,6 +95,14 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Callable[[], Setup]]]:
     for recompute in ("none", "op", "full"):
         if options.recompute != recompute:
             yield f"--recompute {recompute}", partial(_option, setup, recompute=recompute)
+    model = setup.run.model
+    moe = model.layers > model.dense_layers
+    if options.recompute in (None, "none", "selective") and not options.drop:
+        light: tuple[Drop, ...] = ("norm",)
+        light += ("mla-up",) if model.attention == "mla" else ()
+        light += ("moe-act",) if moe else ()
+        for drop in (light, ("moe",)) if moe else (light,):
+            yield f"--recompute-modules {','.join(drop)}", partial(_option, setup, drop=drop)
     for factor in (0.5, 2):
         micro = int(train.micro_batch * factor)
         if micro >= 1:
@@ -104,7 +112,7 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Callable[[], Setup]]]:
             ("modules.experts.expert", setup.ep, "expert"),
         ):  # fmt: skip
             value = int(degree * factor)
-            if value >= 1 and not (key == "expert" and setup.run.model.layers == setup.run.model.dense_layers):
+            if value >= 1 and not (key == "expert" and not moe):
                 yield f"{name} = {value}", partial(_with, setup, **{key: value})
     if setup.pp > 1 and options.schedule == "1f1b":
         yield "--virtual 2", partial(_option, setup, schedule="interleaved", virtual=2)
@@ -238,13 +246,13 @@ def text(found: Advice) -> Iterator[str]:
         faster = after.times.step / now.times.step - 1
         fits = "" if after.fits else "  still does not fit"
         yield (
-            f"  {change.name:<32} step {duration(after.times.step):>9} ({faster:+.0%})  memory "
+            f"  {change.name:<42} step {duration(after.times.step):>9} ({faster:+.0%})  memory "
             f"{size(after.worst.total):>10} ({after.worst.total / now.worst.total - 1:+.0%})  MFU {after.mfu:.1%}{fits}"
         )
     if found.impossible:
         yield "not possible:"
         for change in found.impossible:
-            yield f"  {change.name:<32} {change.why}"
+            yield f"  {change.name:<42} {change.why}"
     yield ""
     yield found.module_separation
     yield found.phase_separation

@@ -138,7 +138,7 @@ def traffic(setup: Setup, stage: Stage, hardware: Hardware) -> list[Traffic]:
         add("ring of keys and values", "CP", setup.cp, calls, volume, links.ring(setup.cp, setup.tp, volume, calls))
     if setup.ep > 1 and stage.moe:
         leaving, arriving = routed_rows(setup)
-        again = 2.0 * setup.repeated_blocks
+        again = 2.0 * max(setup.repeated_blocks, float("moe" in setup.options.drop))
         calls = (4.0 + again) * stage.moe * batches
         item: float = setup.itemsize("experts")
         first = setup.options.dispatch_bytes or item  # dispatch forward only: what comes back is summed
