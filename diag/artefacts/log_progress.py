@@ -52,6 +52,8 @@ _IS_VALUE = re.compile(rf"\b(loss|learning rate)\s{{1,4}}is\s{{1,4}}({_NUMBER})(
 _METER = re.compile(rf"\b(Time|Data(?: time)?)[:\s]\s{{0,8}}({_NUMBER})\s{{0,4}}\(")
 #: A loss under any name, and a counter under any name: the last resort.
 _ANY_LOSS = re.compile(rf"([\w./-]{{0,60}}loss)[\"'\])]?\s{{0,8}}[:= ]\s{{0,8}}[\"']?({_NUMBER})(?![\w:%])", re.I)
+_TRAIN_LOSS = re.compile(rf"[^\w\n]{{0,12}}(?:avg[. _]{{1,2}})?train(?:ing)?[ _-]loss\s{{0,3}}[:=]\s{{0,4}}({_NUMBER})"
+                         r"(?![\w:%])", re.I)
 _ANY_COUNT = re.compile(r"(?<![\w./-])(\d+)\s?/\s?(\d+)(?![\w./-])|\b(?:epoch|ep|round|e)[\s:=#\[(]*(\d+)\b", re.I)
 _OTHER_SPLIT = re.compile(r"\b(?:eval\w*|valid\w*|val|test\w*|best|mean|average|final|dev)\b", re.I)
 _SPLIT_BEFORE = re.compile(r"\b(?:eval\w*|valid\w*|val|test\w*|dev)\W{0,4}$", re.I)
@@ -164,6 +166,8 @@ def _loose(text: str, style: Style) -> Progress | None:
     losses = {_key(k): _float(v) for k, v in _ANY_LOSS.findall(text)[:MAX_VALUES]}
     count = _ANY_COUNT.search(text) if losses else None
     if count is None:
+        if losses and (m := _TRAIN_LOSS.match(text)) is not None:  # the counter stands on a line of its own
+            return _made(text, style, -1, None, {"train_loss": _float(m[1])} | _words(text), "loose epoch")
         return None
     if count[1] is None:
         return _made(text, style, int(count[3]), None, losses, "loose epoch")

@@ -99,3 +99,14 @@ def test_a_likelihood_is_a_loss(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [{"step": i, "train_mean_nll": 2.0 - i / 100, "test/nll": 3.0, "num_tokens": 7}
                                      for i in range(9)]
     assert loss(lines(tmp_path / "metrics.jsonl", rows))[0] == 2.0
+
+
+def test_losses_below_the_line_of_their_epoch(tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    path.write_text("lr: 0.0001\nlabel loss: 3\n" + "".join(
+        f"Epoch: {i}/30\nTime Taken: 30.1s - LR: 9.9e-05\nTrain Loss: {5 - i / 10:.4f} - Train Perplexity: 8.1\n"
+        f"Valid Loss: 6.5378 - Valid Perplexity: 690.77\n" for i in range(1, 20)))
+    assert diagnose([path]).verdict == "healthy" and len(loss(path)) == 19
+    path.write_text(path.read_text() + "Epoch: 20/30\nTrain Loss: nan - Train Perplexity: nan\n" * 3)
+    finding = root(path)
+    assert finding is not None and finding.cause == "loss_nan"
