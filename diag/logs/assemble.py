@@ -72,6 +72,7 @@ def findings_of(view: View) -> list[Finding]:
             fingerprints(view, finding)
         checkpoint_ranks(view, finding)
         store_of_a_running_job(view, finding)
+        node_of_an_actor(view, finding)
     found = [*known, *exception_findings(view), *waiting_findings(view)]
     found += [f for f in startup_findings(view) if f.confidence >= SURE_ABSENCE or not found]
     found = _merged(found + numeric_findings(view))
@@ -141,6 +142,14 @@ def store_of_a_running_job(view: View, finding: Finding) -> None:
             frame.function in ("num_nodes_waiting", "_exit_barrier") for raised in view.raised
             for frame in raised.traceback.frames if raised.short.startswith("Rendezvous")):
         finding.cause, finding.confidence = "store_lost", max(finding.confidence, 0.6)
+
+
+def node_of_an_actor(view: View, finding: Finding) -> None:
+    """Ray names a dead node by an id only; the address stands among the fields of the actor that lived there."""
+    if finding.numbers.get("signatures") == ["ray-node-gone"] and not finding.where.hosts:
+        gone = view.of("ray-node-gone")
+        finding.where.hosts = sorted({i.groups["host"] for i in view.of("ray-actor-address") if any(
+            i.log is g.log and 0 < g.line - i.line <= ACTOR_LINES for g in gone)})[:1]
 
 
 def checkpoint_ranks(view: View, finding: Finding) -> None:
@@ -234,7 +243,7 @@ def promote(view: View) -> list[Finding]:
         hosts = [near[0].groups["host"]] if near else []
     finding = Finding(cause=best.rule.cause or "unexplained_end", severity="error", confidence=best.rule.sure,
                       summary=_sentence(best), where=Where(hosts=hosts, time=same[0].evidence().time),
-                      evidence=pick_evidence(same))
+                      evidence=pick_evidence(same), fix=list(best.rule.fix))
     if finding.cause in SIGNALS.values():
         attach_exits(view, finding)
     return [finding]

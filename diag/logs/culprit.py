@@ -9,7 +9,7 @@ from diag.logs.view import Item, Place, View
 #: Evidence that other ranks wait for, or complain about, a peer.
 WAITING = ("watchdog-timeout", "watchdog-down", "gloo-timeout", "gloo-peer-gone", "nccl-remote-gone", "still-waiting",
            "store-broken", "unique-id-timeout", "desync-report", "monitored-barrier", "monitored-barrier-peer",
-           "agent-lost-store")
+           "agent-lost-store", "hccl-wait", "hccl-peer-absent")
 #: What to do about a rank that is guilty by its silence: nobody knows yet whether it stood still or ran elsewhere.
 SILENT_FIX = (
     "Look at that rank first: is its process alive (ps -o pid,stat,wchan; T is stopped, D waits for a disk or a "
@@ -18,6 +18,15 @@ SILENT_FIX = (
     "(pdtrain diag hang DUMPS) say why.",
     "Alive in other code: a branch that only it takes; make the branch the same on all ranks, or decide it by an "
     "all-reduced flag.",
+)
+#: What to do about a process that ended and whose own words are not among the inputs.
+UNSEEN_FIX = (
+    "Read what that process printed itself: the launcher's folder (torchrun --log-dir, --redirects 3), the file that "
+    "srun --output or the container wrote for it, or its host's journal; then run this command on that file too.",
+    "Nothing there: the kernel's log of its host (dmesg -T: OOM, Xid, segfault) and the scheduler's record "
+    "(sacct -j JOBID) of that time.",
+    "So that the next one is not lost: one log file per rank, and main wrapped with torch.distributed.elastic's record "
+    "decorator, so that the launcher prints the traceback.",
 )
 #: A line without a mark may continue what a marked line this little above it began.
 NEIGHBOUR_LINES = 3
@@ -63,6 +72,13 @@ def first_task(view: View) -> Item | None:
     return items[0] if items and items[0].groups["what"].startswith("Exited with exit code") else None
 
 
+def crashed_ranks(view: View) -> list[Item]:
+    """What a launcher says of the ranks that ended by themselves; it ends the others, and may list them too."""
+    items = view.of("rank-exit")
+    crashed = [i for i in items if i.groups["how"] == "crashed"]
+    return crashed or [i for i in items if i.groups["code"] not in ("0", "-15", "143")]
+
+
 def stuck(view: View) -> set[int]:
     """Ranks whose processes did not react when the launcher ended the job: stopped, or stuck in a call.
 
@@ -78,6 +94,9 @@ def killed_by_launcher(view: View) -> bool:
     pids = {int(i.groups["pid"]) for i in view.of("forced-exit")}
     killed = {block.pid for _, block in view.blocks if block.code in (-9, 137)}
     killed |= {int(i.groups["pid"]) for i in view.of("agent-failed") if i.groups["code"] in ("-9", "137")}
+    first = crashed_ranks(view)[:1]
+    if first and not killed and first[0].groups["code"] not in ("-9", "137") and not view.of("slurm-oom", "kernel-oom"):
+        return True  # the one that left by itself comes first
     if first_task(view) is not None and not killed and not view.of("slurm-oom", "kernel-oom"):
         return True  # srun ends the other tasks of a step when one has failed
     return bool(pids) and killed <= pids

@@ -8,7 +8,7 @@ from statistics import median
 
 from diag.artefacts.log_facts import Progress
 from diag.identity import expand_tasks
-from diag.logs.culprit import first_task
+from diag.logs.culprit import UNSEEN_FIX, crashed_ranks, first_task
 from diag.logs.known import pick_evidence, subject_of
 from diag.logs.view import Item, Place, View, evidence
 from diag.schema import Evidence, Finding, Where
@@ -58,6 +58,9 @@ def exits(view: View) -> list[Exit]:
     for item in view.of("mpirun-signal"):
         found.append(Exit(-int(item.groups["signal"]), int(item.groups["rank"]), item.groups["host"], item.place, item))
     found += [Exit(1, int(item.groups["rank"]), None, item.place, item) for item in view.of("mpirun-first-exit")]
+    for item in crashed_ranks(view):
+        rank = int(item.groups["rank"])
+        found.append(Exit(int(item.groups["code"]), rank, who.host_of.get(rank), item.place, item))
     for item in view.of("spawn-process"):
         code = _NAMES.get(item.groups.get("signal", ""), int(item.groups.get("code") or 1))
         number = int(item.groups["process"])
@@ -98,10 +101,15 @@ def attach_exits(view: View, finding: Finding) -> None:
         finding.numbers["ranks_by_attempt"] = [sorted(r) for r in named]
 
 
+def _ordinary(code: int) -> bool:
+    """Whether a program left with `code` by itself: no signal, and not a shell's word on one."""
+    return 0 < code < 126 or code == 255
+
+
 def silent_failure(view: View) -> Finding | None:
     """A launcher names the rank that failed first with an ordinary exit status; what that rank said is not here."""
-    first = next((e for e in exits(view) if 0 < e.code < 126), None)
-    blocks = [block for _, block in view.blocks if block.root and 0 < block.code < 126]
+    first = next((e for e in exits(view) if _ordinary(e.code)), None)
+    blocks = [block for _, block in view.blocks if block.root and _ordinary(block.code)]
     ranks = sorted({block.rank for block in blocks}) if len({block.rank for block in blocks}) == 1 else []
     if first is None or (first.item is None and not blocks):
         return None
@@ -110,12 +118,12 @@ def silent_failure(view: View) -> Finding | None:
         i.evidence() for i in view.of("torchrun-rank", "torchrun-exitcode")
         if i.place.log == index and line - 4 <= i.line <= line][:3]
     ranks = ranks or ([first.rank] if first.rank is not None and not blocks else [])
-    hosts = sorted({block.host for block in blocks if block.host})
+    hosts = sorted({block.host for block in blocks if block.host} or ({first.host} if first.host else set()))
     who = subject_of(ranks, hosts if len(hosts) == 1 else []) or "One rank"
     return Finding(cause="exception_unknown", severity="error", confidence=0.5, evidence=proof,
                    where=Where(ranks=ranks, hosts=hosts if len(hosts) == 1 else []),
                    summary=f"{who} ended first, with exit status {first.code}; what it printed is not among these "
-                           "lines: look for its own log")
+                           "lines: look for its own log", fix=list(UNSEEN_FIX))
 
 
 def peer_gone(view: View) -> Finding | None:
@@ -126,7 +134,7 @@ def peer_gone(view: View) -> Finding | None:
     if len(hosts) != 1:
         return None
     return Finding(cause="peer_exception", severity="error", confidence=0.5, where=Where(hosts=hosts),
-                   evidence=pick_evidence([i for i, _ in items]),
+                   evidence=pick_evidence([i for i, _ in items]), fix=list(UNSEEN_FIX),
                    summary=f"The process on {hosts[0]} went away; the others only saw its connection close")
 
 

@@ -42,6 +42,8 @@ CARRIED_LINES = 8
 #: Lines that parsers read and that are the whole message of an exception: others turn them into findings.
 TELLING_FACTS = {"store-barrier", "clients-joined", "watchdog-timeout", "watchdog-status", "watchdog-at-work",
                  "desync-report", "checkpoint-exception", "monitored-barrier-peer", "horovod-stalled"}
+#: Waits whose sentence stands below the exception that carries it.
+WAITS_BELOW = {"hccl-wait", "hccl-peer-absent"}
 #: An exception printed alone may be explained by the lines that follow it.
 MESSAGE_LINES = 5
 #: Lines after the end of a traceback that still belong to its message.
@@ -130,7 +132,8 @@ def _bare(view: View) -> list[Item]:
              if (i.rule.role in ("initiating", "victim", "noise", "context") and i.rule.id not in GENERIC)
              or i.rule.id in TELLING_FACTS}
     for item in view.items:
-        if item.rule.role == "initiating" and item.rule.id not in GENERIC and not item.event.quoted:
+        if (item.rule.role == "initiating" and item.rule.id not in GENERIC or item.rule.id in WAITS_BELOW) and \
+                not item.event.quoted:
             taken.update((item.place.log, item.line - back) for back in range(1, MESSAGE_LINES))
     result = []
     for item in view.of("python-exception"):

@@ -53,7 +53,7 @@ def build(view: View, cause: str, items: list[Item]) -> Finding:
     return Finding(
         cause=cause, summary=_with_subject(summary, ranks, hosts), severity=_worst(first), confidence=round(sure, 3),
         where=Where(ranks=ranks, hosts=hosts, gpus=gpus, time=first[0].evidence().time),
-        evidence=pick_evidence([*first, *confirming[:1]]),
+        evidence=pick_evidence([*first, *confirming[:1]]), fix=list(best.rule.fix),
         numbers={"lines": len(items), "signatures": sorted(rules)},
     )
 

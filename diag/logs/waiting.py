@@ -1,7 +1,7 @@
 """Why the others wait: one rank at work longer than their patience, batches that ran out, or nobody knows.
 
 Refines what `watchdog` saw with what the run was doing just before, and reads the waits that have no watchdog (Gloo
-timeouts, NCCL set-up through the store).
+and HCCL timeouts, NCCL set-up through the store).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def waiting_findings(view: View) -> list[Finding]:
     early = left_early(view)
     if early is not None:
         return [early]
-    for make in (desync_finding, timeout_finding, unique_id_finding, barrier_finding, gloo_finding, horovod_finding,
-                 first_process_finding):
+    for make in (desync_finding, timeout_finding, unique_id_finding, barrier_finding, operation_finding,
+                 horovod_finding, first_process_finding):
         finding = make(view)
         if finding is not None:
             finding = refine(view, finding)
@@ -79,8 +79,8 @@ def refine(view: View, finding: Finding) -> Finding:
 
 
 def _first_wait(view: View) -> Item | None:
-    items = view.of("watchdog-timeout", "watchdog-at-work", "unique-id-timeout", "gloo-timeout", "store-wait-timeout",
-                    "monitored-barrier-peer")
+    items = view.of("watchdog-timeout", "watchdog-at-work", "unique-id-timeout", "gloo-timeout", "hccl-wait",
+                    "store-wait-timeout", "monitored-barrier-peer")
     return items[0] if items else None
 
 
@@ -88,7 +88,7 @@ def _waiting_ranks(view: View) -> set[int]:
     waiting = {w.rank for group in waiters_of(view).values() for w in group.values() if w.timed_out}
     waiting |= {int(i.groups["rank"]) for i in view.of("unique-id-timeout")}
     waiting |= {int(i.groups["rank"]) for i in view.of("monitored-barrier-peer")}
-    return waiting | {i.rank for i in view.of("gloo-timeout") if i.rank is not None}
+    return waiting | {i.rank for i in view.of("gloo-timeout", "hccl-wait") if i.rank is not None}
 
 
 def late_joiners(view: View, first: Item) -> list[Item]:
@@ -187,9 +187,11 @@ def unique_id_finding(view: View) -> Finding | None:
                    numbers={"waiting_ranks": sorted({int(i.groups["rank"]) for i in items})})
 
 
-def gloo_finding(view: View) -> Finding | None:
-    """Gloo operations that timed out."""
-    items = view.of("gloo-timeout")
+def operation_finding(view: View) -> Finding | None:
+    """Gloo and HCCL operations that timed out."""
+    library, items = "Gloo", view.of("gloo-timeout")
+    if not items:
+        library, items = "HCCL", view.of("hccl-wait")
     if not items:
         return None
     ranks = {i.rank for i in items if i.rank is not None}
@@ -198,9 +200,14 @@ def gloo_finding(view: View) -> Finding | None:
         guilty = sorted(set(range(view.world)) - ranks)
     elif stuck(view) - ranks:
         guilty = sorted(stuck(view) - ranks)
-    words = f"{subject_of(guilty, [])} did not take part" if guilty else "Gloo operations timed out"
+    awaited = {int(i.groups["peer"]) for i in items if i.groups.get("peer")} - ranks
+    if not guilty and len(awaited) == 1 and len(ranks) > 1:  # each names its neighbour; only this one waits for nobody
+        guilty = sorted(awaited)
+    patience = items[0].groups.get("ms")
+    count = f"{len(items)} operation{'s' if len(items) > 1 else ''}"
+    waited = f"; {count} waited {int(patience) / 1000:.0f} s" if patience else ""
+    words = f"{subject_of(guilty, [])} did not take part" if guilty else f"{library} operations timed out"
     return Finding(cause="collective_mismatch" if guilty else "hang_undetermined", severity="fatal",
                    confidence=0.55 if guilty else 0.35, where=Where(ranks=guilty),
-                   summary=f"{words}; {len(items)} operation{'s' if len(items) > 1 else ''} waited "
-                           f"{int(items[0].groups['ms']) / 1000:.0f} s", evidence=pick_evidence(items),
-                   fix=list(SILENT_FIX) if guilty else [])
+                   summary=f"{words}{waited}", evidence=pick_evidence(items),
+                   fix=list(SILENT_FIX) if guilty else list(items[0].rule.fix))

@@ -25,7 +25,7 @@ from diag.signatures.schema import Rule, Signature
 __all__ = ["Catalogue", "Rule", "Signature", "all_signatures", "format_says", "load_catalogue", "verify"]
 
 #: Raise when `Rule` or the compile flags change, so that older caches are not used.
-FORMAT = 3
+FORMAT = 4
 
 
 class _Cached(msgspec.Struct):

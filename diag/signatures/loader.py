@@ -135,7 +135,7 @@ def to_rule(signature: Signature) -> Rule:
     sure = min(signature.sure, TRIAL_CAP) if signature.trial else signature.sure
     return Rule(id=signature.id, pattern=signature.pattern, role=signature.role, cause=signature.cause,
                 severity=signature.severity, says=signature.says, all=signature.all, none=signature.none,
-                blames=signature.blames, sure=sure, literals=literals, caseless=caseless)
+                blames=signature.blames, sure=sure, literals=literals, caseless=caseless, fix=signature.fix)
 
 
 @cache

@@ -17,6 +17,7 @@
       source: NCCL net_ib, both wordings
       match: ['...']                   at least one real line that must match
       near_miss: ['...', '...']        at least two lines that look alike and must not
+      fix: ['...']                     what to do, where the playbook of the cause would mislead (other vendors)
       trial: true                      not proven by a case or a drill yet: confidence is capped
 
 Names in `says` in braces are the groups; a missing group leaves its words out.
@@ -68,6 +69,7 @@ class Signature(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
     sure: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.8
     frameworks: list[Text] = []
     versions: str = ""
+    fix: list[Text] = []
     trial: bool = False
 
 
@@ -87,3 +89,4 @@ class Rule(msgspec.Struct, kw_only=True, frozen=True):
     #: literals one of which every match contains; empty when none could be derived: then it is searched for by `re`
     literals: list[str]
     caseless: bool = False
+    fix: list[str] = []
