@@ -81,6 +81,7 @@ _OPTIONS: tuple[Callable[..., Any], ...] = (
     click.option("--moment-dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True),
     click.option("--early-weights", is_flag=True,
                  help="Routed rows are weighted before an expert's last product (Megatron-LM): less is kept."),
+    click.option("--fp8-activations", is_flag=True, help="Inputs of matrix products are kept in FP8 (DeepSeek-V3)."),
     click.option("--reduce-each", is_flag=True, help="Gradients are reduced after every micro-batch (FSDP's default)."),
     click.option("--fp8-dispatch", is_flag=True, help="Dispatch to the experts in FP8."),
     click.option("--node-limited", is_flag=True, help="Rows for one node cross the network once (DeepEP)."),
@@ -129,6 +130,7 @@ class _Request:
             moment_bytes=2 if given["moment_dtype"] == "bf16" else 4,
             kernels=given["kernels"], drop=_drops(given["drop"]),
             early_weights=given["early_weights"], reduce_each=given["reduce_each"],
+            fp8_activations=given["fp8_activations"],
             dispatch_bytes=1.03125 if given["fp8_dispatch"] else None, node_limited=given["node_limited"],
         )  # fmt: skip
         loaded = read_source(

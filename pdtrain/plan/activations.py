@@ -22,6 +22,8 @@ from pdtrain.plan.setup import Drop, Recompute, Setup, Stage
 
 Inventory = Literal["pdtrain", "fused"]
 FP32 = 4
+#: Bytes of an FP8 element with one FP32 scale per tile of 128 (arXiv 2412.19437, 3.3).
+FP8 = 1 + 4 / 128
 INDEX = 8  # bytes of an int64 index
 
 
@@ -60,23 +62,24 @@ def attention(setup: Setup, device: Device, inventory: Inventory) -> tuple[float
     model, c, t = setup.run.model, setup.itemsize("attention"), setup.tokens
     heads = model.heads / setup.tp
     gathered = t if inventory == "pdtrain" else setup.local_tokens
-    own_input = 0.0 if drops(setup, "norm") else gathered * model.hidden * c
+    into = kept_input(setup, c)
+    own_input = 0.0 if drops(setup, "norm") else gathered * model.hidden * into
     if model.attention == "gqa":
         kv = model.kv_heads / setup.tp
-        inner = t * c * model.head_dim * (2 * heads + 2 * kv)  # q and output, k and v
+        inner = t * model.head_dim * (c * (heads + 2 * kv) + into * heads)  # q, k and v; output
         explicit = not setup.options.flash
     else:
         mla = model.mla
         qk, q_lora, kv_lora = mla.qk_nope_head_dim + mla.qk_rope_head_dim, mla.q_lora_rank, mla.kv_lora_rank
-        latents = q_lora * c + (_norm(setup, q_lora, device, inventory) if q_lora else 0)
-        latents += kv_lora * c + _norm(setup, kv_lora, device, inventory)
+        latents = q_lora * into + (_norm(setup, q_lora, device, inventory) if q_lora else 0)
+        latents += kv_lora * into + _norm(setup, kv_lora, device, inventory)
         if inventory == "pdtrain" and setup.itemsize("norm") == c:
             latents += mla.qk_rope_head_dim * c  # the norm's input is a view into the joint projection
         other_size = device == "cpu" and mla.v_head_dim != qk  # no fused kernel on CPUs then
         explicit = other_size or not setup.options.flash
         values = mla.v_head_dim if explicit else mla.qk_nope_head_dim + mla.v_head_dim  # v is a view into k and v
         up = 0.0 if drops(setup, "mla-up") else 2 * qk + values
-        inner = t * (latents + c * heads * (up + mla.v_head_dim))
+        inner = t * (latents + heads * (c * up + into * mla.v_head_dim))
     if setup.recompute("attention") != "selective":
         length = setup.run.train.sequence_length
         inner += t * heads * (c * length if explicit else FP32)  # the score matrix, or log-sum-exp per row
@@ -84,7 +87,12 @@ def attention(setup: Setup, device: Device, inventory: Inventory) -> tuple[float
     return own_input + inner, recomputed
 
 
-def _swiglu(tokens: float, hidden: float, item: int, inventory: Inventory, *, short: bool = False) -> float:
+def kept_input(setup: Setup, item: int) -> float:
+    """Bytes per element in which the input of a matrix product is kept."""
+    return FP8 if setup.options.fp8_activations else item
+
+
+def _swiglu(tokens: float, hidden: float, item: float, inventory: Inventory, *, short: bool = False) -> float:
     """Without its input: gate, silu, up and product; fused kernels recompute silu and keep three. `short`: the product
     (and silu) is computed again."""
     return tokens * hidden * item * (2 if short else 4 if inventory == "pdtrain" else 3)
@@ -100,8 +108,9 @@ def dense_ffn(setup: Setup, inventory: Inventory) -> tuple[float, float]:
     model, c, t = setup.run.model, setup.itemsize("dense_ffn"), setup.tokens
     gathered = t if inventory == "pdtrain" else setup.local_tokens
     item = setup.itemsize("norm") if inventory == "pdtrain" else c
-    kept = _swiglu(t, model.ffn_hidden / setup.tp, c, inventory)
-    kept += 0.0 if drops(setup, "norm") else gathered * model.hidden * c
+    into = kept_input(setup, c)
+    kept = _swiglu(t, model.ffn_hidden / setup.tp, into, inventory, short=setup.options.fp8_activations)
+    kept += 0.0 if drops(setup, "norm") else gathered * model.hidden * into
     return kept, gathered * model.hidden * item
 
 
@@ -123,7 +132,7 @@ def moe_layer(setup: Setup, inventory: Inventory) -> tuple[float, float]:
     h, f = model.hidden, moe.expert_hidden
     shared_hidden = moe.shared_experts * f
     if inventory == "fused":
-        kept = 0.0 if drops(setup, "norm") else tokens * h * setup.itemsize("attention")
+        kept = 0.0 if drops(setup, "norm") else tokens * h * kept_input(setup, setup.itemsize("attention"))
         if not setup.options.early_weights:
             kept += leaving * h * c  # what the experts send back, for the gradient of the weights
         small = tokens * (2 * FP32 * moe.experts + 2 * INDEX * moe.top_k)
@@ -135,9 +144,10 @@ def moe_layer(setup: Setup, inventory: Inventory) -> tuple[float, float]:
         scores = 2 + (1 if moe.z_loss else 0) + (1 if moe.score == "sigmoid" else 0)
         small = tokens * (scores * FP32 * moe.experts + 2 * FP32 + moe.top_k * (INDEX + FP32))
         small += leaving * (3 * INDEX + FP32) + (2 * arriving * INDEX if setup.ep > 1 else 0)
-    inside = _swiglu(arriving, f, c, inventory, short=drops(setup, "moe-act"))
-    shared = _swiglu(tokens, shared_hidden, setup.itemsize("shared_expert"), inventory)
-    kept += small + arriving * h * c + inside + shared
+    fp8, into = setup.options.fp8_activations, kept_input(setup, c)
+    inside = _swiglu(arriving, f, into, inventory, short=fp8 or drops(setup, "moe-act"))
+    shared = _swiglu(tokens, shared_hidden, kept_input(setup, setup.itemsize("shared_expert")), inventory, short=fp8)
+    kept += small + arriving * h * into + inside + shared
     if drops(setup, "moe"):
         return tokens * h * setup.itemsize("attention"), 0.0
     dropped = (inside if setup.recompute("experts") == "full" else 0) + (

@@ -100,7 +100,7 @@ def setup_of(row: dict[str, Any]) -> Setup:
         sharding=row.get("sharding"), states=row.get("states"), kernels=row.get("kernels"),
         drop=tuple(row.get("drop", ())), gradient_bytes=row.get("gradient_bytes"),
         moment_bytes=row.get("moment_bytes", 4), early_weights=row.get("early_weights", False),
-        reduce_each=row.get("reduce_each", False),
+        reduce_each=row.get("reduce_each", False), fp8_activations=row.get("fp8_activations", False),
     )  # fmt: skip
     return Setup(fill(run), options)
 

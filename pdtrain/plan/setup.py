@@ -51,6 +51,8 @@ class Options:
     drop: parts of a block that are computed again, beside `recompute`.
     early_weights: routed rows are weighted before an expert's last product, so that what comes back is not kept
         (Megatron-LM since core 0.12); else after it.
+    fp8_activations: inputs of matrix products are kept in FP8 with a scale per tile, and SwiGLU's product is computed
+        again (DeepSeek-V3, arXiv 2412.19437, 3.3.3).
     reduce_each: sharded gradients are reduced after every micro-batch (FSDP's default), not once per step as pdtrain
         does, which holds whole ones meanwhile.
     overlap: share of traffic that compute hides, by group (ep, tp, dp ...), where it is known.
@@ -71,6 +73,7 @@ class Options:
     kernels: Kernels | None = None
     drop: tuple[Drop, ...] = ()
     early_weights: bool = False
+    fp8_activations: bool = False
     reduce_each: bool = False
     overlap: tuple[tuple[str, float], ...] = ()
 
@@ -236,6 +239,8 @@ class Setup:
             found.append(f"recompute of {', '.join(self.options.drop)} alone")
         if self.options.reduce_each:
             found.append("gradients reduced after every micro-batch")
+        if self.options.fp8_activations:
+            found.append("activations kept in FP8")
         if self.options.early_weights:
             found.append("routed rows weighted before an expert's last product")
         if self.states == "megatron" and self.run.precision.all == "bf16":
