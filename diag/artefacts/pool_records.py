@@ -26,8 +26,8 @@ MAX_TROUBLES = 4096
 MAX_LAGS = 64
 MAX_NUMBER = 1e15
 #: Columns kept by step.
-COLUMNS = {"step_seconds": "step", "busy_seconds": "busy", "queue_depth": "queue", "latency_seconds": "latency",
-           "bytes_sent": "bytes", "version": "version"}
+COLUMNS = {"step_seconds": "step", "busy_seconds": "busy", "send_wait_seconds": "blocked", "queue_depth": "queue",
+           "latency_seconds": "latency", "bytes_sent": "bytes", "version": "version"}
 #: Counters of the whole start.
 COUNTERS = ("messages_sent", "messages_received", "bytes_sent", "bytes_received", "resends", "checksum_errors",
             "duplicates", "version_mismatches")

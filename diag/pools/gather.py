@@ -30,7 +30,8 @@ NOUN = {COMPUTE: "compute", UPDATE: "update", "up": "gradients", "down": "weight
 class Member:
     """One rank. Seconds are those of a usual step: the median over the last half of what was measured.
 
-    `work` is what it does besides sending and waiting: busy without `pool_send`. None where nothing was measured.
+    `busy` is neither waiting for the other pool nor, `blocked`, for the link to take what is sent. `work` is what it
+    does besides sending and waiting. None where nothing was measured.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Member:
     steps: int = 0
     step: float | None = None
     busy: float | None = None
+    blocked: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -51,12 +53,12 @@ class Member:
     @property
     def work(self) -> float | None:
         """Seconds per step of neither waiting for the other pool nor sending to it."""
-        return None if self.busy is None else max(self.busy - self.sending, 0.0)
+        return None if self.busy is None else max(self.busy - max(self.sending - self.blocked, 0.0), 0.0)
 
     @property
     def waiting(self) -> float | None:
         """Seconds per step of waiting for the other pool."""
-        return None if self.busy is None or self.step is None else max(self.step - self.busy, 0.0)
+        return None if self.busy is None or self.step is None else max(self.step - self.busy - self.blocked, 0.0)
 
     @property
     def ended(self) -> bool:
@@ -171,7 +173,8 @@ def _member(rank: int, log: EventLog, announced: dict[str, list[int]]) -> Member
               if name not in ASIDE and (value := usual(times, since)) is not None}
     return Member(rank, role, hosts[-1] if hosts else None, log, pool,
                   steps=int(sum(count for _, count in step.bins.values())) if step else 0,
-                  step=usual(step, since), busy=usual(busy, since), phases=phases)
+                  step=usual(step, since), busy=usual(busy, since),
+                  blocked=usual(pool.times.get("blocked"), since) or 0.0, phases=phases)
 
 
 def _middle(times: StepTimes | None) -> int:

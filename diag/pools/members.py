@@ -37,6 +37,8 @@ def slow_update(job: Job) -> list[Slow]:
     columns: dict[int, dict[str, StepTimes]] = {}
     for member in members:
         columns[member.rank] = {"update": member.pool.times["busy"]}
+        if "blocked" in member.pool.times:
+            columns[member.rank]["blocked"] = member.pool.times["blocked"]  # part of `SENDING`, and not of busy
         if SENDING in member.log.phases:
             columns[member.rank][SENDING] = _negative(member.log.phases[SENDING])
     logs: dict[int, EventLog] = {m.rank: m.log for m in members}

@@ -95,6 +95,8 @@ class MeasuredPools:
             return None, f"{seconds}; without pools no number of ranks up to {self.split.ranks} fits the layout"
         ranks, estimate = self.without
         both = f"{seconds} against about {estimate:.3g} s on {ranks} without (estimated from the same seconds)"
+        if ranks != now.ranks:
+            both += f"; in rank-seconds per step {now.step_seconds * now.ranks:.3g} against {estimate * ranks:.3g}"
         cheaper = now.step_seconds * now.ranks < estimate * ranks
         if needed:
             return True, f"separation is needed: without it the states do not fit; {both}"

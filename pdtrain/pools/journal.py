@@ -91,6 +91,7 @@ class Journal:
         self.staleness[staleness] += 1
         sent = {peer: sender.take_counters() for peer, sender in senders.items()}
         received = [receiver.take_counters() for receiver in receivers.values()]
+        blocked = sum(counters.blocked for counters in sent.values())
         answers = sum(counters.answers for counters in sent.values())
         links = [
             {"peer": peer, "direction": senders[peer].end.direction, "bytes": counters.bytes,
@@ -106,8 +107,9 @@ class Journal:
             "version": version,
             "staleness": staleness,
             "step_seconds": round(seconds, 6),
-            "busy_seconds": round(max(0.0, seconds - self.wait_seconds), 6),
+            "busy_seconds": round(max(0.0, seconds - self.wait_seconds - blocked), 6),
             "wait_seconds": round(self.wait_seconds, 6),
+            "send_wait_seconds": round(blocked, 6),
             "hand_over_seconds": round(self.hand_over_seconds, 6),
             "bytes_sent": sum(counters.bytes for counters in sent.values()),
             "bytes_received": sum(counters.bytes for counters in received),

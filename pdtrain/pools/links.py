@@ -83,6 +83,7 @@ class Counters:
     overhead_bytes: int = 0  #: headers, answers and what the pools tell each other in JSON
     messages: int = 0
     seconds: float = 0.0
+    blocked: float = 0.0  #: seconds in which the training loop waited for room, or for the answers
     latency_sum: float = 0.0
     answers: int = 0
     queue_depth: int = 0

@@ -105,7 +105,14 @@ class Sender(LinkThread):
         self._thread.join(timeout=5)
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Under the lock: until `ready`, an error, or the time is up."""
+        """Under the lock: until `ready`, an error, or the time is up. Counted: meanwhile the training loop stands."""
+        began = time.monotonic()
+        try:
+            self._until(ready, what)
+        finally:
+            self.counters.blocked += time.monotonic() - began
+
+    def _until(self, ready: Callable[[], bool], what: str) -> None:
         began, limit = time.monotonic(), self.end.timeout_seconds
         while not ready():
             self._raise()

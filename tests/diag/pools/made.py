@@ -27,6 +27,7 @@ class Run:
     compute_seconds: float = 0.30
     update_seconds: float = 0.26
     send_seconds: float = 0.004
+    blocked_seconds: float = 0.0  # of `send_seconds`, while the link took nothing more
     link_seconds: float = 0.004
     overlap: float = 1.0
     staleness: int = 0
@@ -115,13 +116,15 @@ class Run:
             work = {"optimizer": self.update_seconds * self.change(rank, step) * jitter}
             waits = "pool_wait_gradients"
         busy = min(sum(work.values()) + send, whole)
+        blocked = self.blocked_seconds if role == "compute" else 0.0
         lag = self.lag(step)
         link = {"bytes": per, "seconds": 0.008 * jitter, "latency_seconds": 0.002,
                 "queue_depth": self.queue(rank, step), "resends": 0, "checksum_errors": 0}
         direction = "up" if role == "compute" else "down"
         row = {"event": "pool_step", "time": time, "step": step, "role": role, "incarnation": 1,
                "version": step - 1 - lag if role == "compute" else step, "staleness": lag, "step_seconds": whole,
-               "busy_seconds": busy, "wait_seconds": whole - busy, "bytes_sent": per * len(peers),
+               "busy_seconds": busy - blocked, "wait_seconds": whole - busy, "send_wait_seconds": blocked,
+               "bytes_sent": per * len(peers),
                "bytes_received": per * len(peers), "messages_sent": 9 * len(peers), "messages_received": 9 * len(peers),
                "resends": 0, "checksum_errors": 0, "duplicates": 0, "version_mismatches": 0,
                "queue_depth": self.queue(rank, step), "latency_seconds": 0.002,

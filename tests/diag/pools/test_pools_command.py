@@ -134,6 +134,15 @@ def test_the_exchange_takes_too_long(tmp_path: Path) -> None:
     assert "pools.mode=stream" in one["fix"][0] and "pools.payload=bf16" in one["fix"][1]
 
 
+def test_waiting_for_the_link_is_exchange_and_not_work(tmp_path: Path) -> None:
+    """A slow link must not look like a busy compute pool, nor be counted twice."""
+    found = report(tmp_path, Run(mode="sync", send_seconds=0.3, blocked_seconds=0.29, update_seconds=0.25))
+    step = 0.30 + 0.25 + 0.3 + 0.004
+    assert abs(finding(found, "pool_communication")["numbers"]["share"] - 0.3 / step) < 0.01
+    (shown,) = [item for item in found["findings"] if item["cause"] == "pool_measured"]
+    assert abs(shown["numbers"]["pools"][0]["busy_%"] - 100 * (0.30 + 0.01) / step) < 1
+
+
 def test_waiting_for_the_update_itself_is_no_communication(tmp_path: Path) -> None:
     assert "pool_communication" not in causes(report(tmp_path, Run(mode="sync", update_seconds=0.3)))
 

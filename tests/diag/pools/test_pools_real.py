@@ -52,6 +52,7 @@ class Planter(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Planter())
 """
 SEPARATED = (SMALL.replace("{tensor = 2}", "{tensor = 1}").replace("{expert = 2}", "{expert = 1}")
+             .replace("layers = 2", "layers = 1\ndense_layers = 1").replace("ranks = 2", "ranks = 2\nfsdp = false")
              .replace("train_batch = 4", "train_batch = 6").replace("micro_batch = 2", "micro_batch = 1")
              .replace("val_sequences = 4", "val_sequences = 0").replace("steps = 6", "steps = 12"))
 
