@@ -1,10 +1,11 @@
-"""Losses that come and go, that jump by a printed digit, that never find back to their best: cases and their twins."""
+"""Losses that come and go, jump by a printed digit, never find back, or rise with the norm: cases and their twins."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from diag.diagnose import diagnose
 from diag.loss.events import excursions
@@ -72,3 +73,24 @@ def test_one_term_of_a_sum_may_climb(tmp_path: Path) -> None:
     assert [f for f in diagnose([path]).findings if SEVERITY_ORDER[f.severity] >= SEVERITY_ORDER["warning"]] == []
     path.write_text("step,loss\n" + "\n".join(f"{i},{0.5 + i / 1000:.5f}" for i in range(400)) + "\n")
     assert diagnose([path]).findings[0].cause == "loss_divergence"
+
+
+@pytest.mark.parametrize("norms, rate, expected", [(4.0, 30.0, True), (4.0, 1.0, True), (1.0, 30.0, False)])
+def test_a_rise_within_the_noise_counts_with_the_gradient_norm(tmp_path: Path, norms: float, rate: float,
+                                                              expected: bool) -> None:
+    """Four points of 4 to 5 scatters: nothing by themselves. With a leap of the learning rate that is what is told."""
+    rng = np.random.default_rng(11)
+    values, norm, lr = 4 / np.arange(3, 163) ** 0.1, np.exp(0.05 * rng.standard_normal(160)), np.full(160, 0.01)
+    values = values * np.exp(0.07 * rng.standard_normal(160))
+    values[100:104] = values[80:100].mean() * np.exp([0.29, 0.31, 0.34, 0.28])
+    norm[100:104] *= norms
+    lr[99:] *= rate
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,loss,grad_norm,lr\n" + "\n".join(
+        f"{i},{a:.5f},{b:.5f},{c:.5f}" for i, (a, b, c) in enumerate(zip(values, norm, lr, strict=True), 1)) + "\n")
+    spikes = [f for f in diagnose([path]).findings if f.cause == "loss_spike" and f.severity == "warning"]
+    assert bool(spikes) is expected
+    if expected:
+        assert abs((spikes[0].where.step or 0) - 101) <= 2
+        assert spikes[0].numbers.get("lr_jump_step") == (100 if rate > 1 else None)
+        assert ("schedule" in spikes[0].fix[0]) is (rate > 1)

@@ -65,6 +65,13 @@ def test_once_prints_what_stands_and_its_exit_status(run: Path) -> None:
             "numbers"} <= alarm.keys()
 
 
+def test_once_names_what_it_could_not_read(run: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "late.jsonl.gz"
+    broken.write_bytes(b"\x1f\x8b broken")
+    done = once(run, broken, "--once")
+    assert done.returncode == 0 and f"not read: {broken}: " in done.stderr and len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize("arguments, words", [
     (["no-such-run"], "no such file"), (["RUN", "--once", "--forever"], "--once"), (["RUN", "--exec", "'"], "--exec"),
     (["RUN", "--webhook", "file:///etc/passwd"], "http"), (["EMPTY", "--once"], "nothing in it")])
