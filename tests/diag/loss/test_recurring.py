@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from diag.artefacts import Artefacts
+from diag.correlate import correlate
 from diag.diagnose import diagnose
 from diag.loss.events import excursions
 from diag.loss.signals import above_best, plateau
-from diag.schema import SEVERITY_ORDER
+from diag.schema import SEVERITY_ORDER, Evidence, Finding, Severity, Where
 from diag.series import Column
 
 RNG = np.random.default_rng(5)
@@ -94,3 +96,17 @@ def test_a_rise_within_the_noise_counts_with_the_gradient_norm(tmp_path: Path, n
         assert abs((spikes[0].where.step or 0) - 101) <= 2
         assert spikes[0].numbers.get("lr_jump_step") == (100 if rate > 1 else None)
         assert ("schedule" in spikes[0].fix[0]) is (rate > 1)
+
+
+@pytest.mark.parametrize("jumps, lead", [((101, 101), "loss_spike"), ((101, None), "moe_router_collapse"),
+                                         ((None, None), "moe_router_collapse")])
+def test_after_a_leap_of_the_learning_rate_the_loss_leads(jumps: tuple[int | None, int | None], lead: str) -> None:
+    """Only where both say that the same leap came before them; else a router that collapsed first explains the loss."""
+    findings = []
+    kinds: list[tuple[str, Severity, int]] = [("loss_spike", "warning", 102), ("moe_router_collapse", "error", 92)]
+    for (cause, severity, line), jump in zip(kinds, jumps, strict=True):
+        findings.append(Finding(cause=cause, summary="", severity=severity, where=Where(step=line),
+                                evidence=[Evidence(path="metrics.jsonl", line=line, text="")],
+                                numbers={} if jump is None else {"lr_jump_step": jump}))
+    ordered = correlate(findings, Artefacts())
+    assert [(f.cause == lead, f.role) for f in ordered] == [(True, "root"), (False, "victim")]
