@@ -15,7 +15,11 @@ from diag.schema import Severity
 
 _XID = re.compile(r"Xid \(PCI:([\da-fA-F:.]+)\): (\d+)\b")
 _SXID = re.compile(r"SXid \(PCI:([\da-fA-F:.]+)\): (\d+), (Fatal|Non-fatal)", re.I)
-_LOST = re.compile(r"GPU (?:at )?(?:PCI:)?([\da-fA-F:.]{7,16})?:? ?(?:GPU )?has fallen off the bus")
+_LOST = re.compile(r"GPU (?:at )?(?:PCI:)?([\da-fA-F:.]{7,16})?:? ?(?:GPU )?has fallen off the bus"
+                   r"|(?:The NVIDIA GPU ([\da-fA-F:.]{7,16})\b.{0,200})?NVRM: fallen off the bus", re.S)
+#: What the driver says without an Xid when it cannot start a GPU, or the GPU's firmware is silent.
+_SILENT = re.compile(r"NVRM: GPU(?: ([\da-fA-F:.]{7,16}):| ?(\d{1,3})) (?:\w+: )?"
+                     r"(RmInitAdapter failed|\*+ GSP Timeout)")
 
 
 class Code(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +100,11 @@ def _entry(text: str) -> tuple[str, str, int, Entry | None]:
                                               f"GPU {match[1]}: Xid {number}, {code.says}", text, None, "", [match[1]],
                                               [f"Xid {number}: {code.action}"])
     if match := _LOST.search(text):
-        return "lost", match[1] or "", 79, Entry(79, "gpu_fell_off_bus", "error", f"GPU {match[1] or '?'} has fallen "
-                                                 "off the bus", text, None, "", [match[1]] if match[1] else [],
-                                                 [f"Xid 79: {catalogue()[79].action}"])
+        gpu = match[1] or match[2] or ""
+        return "lost", gpu, 79, Entry(79, "gpu_fell_off_bus", "error", f"GPU {gpu or '?'} has fallen off the bus", text,
+                                      None, "", [gpu] if gpu else [], [f"Xid 79: {catalogue()[79].action}"])
+    if match := _SILENT.search(text):
+        gpu, what = match[1] or match[2], match[3].strip("* ")
+        return "silent", gpu, 119, Entry(119, "gpu_hw_fault", "error", f"GPU {gpu}: {what}", text, None, "", [gpu],
+                                         [f"Xid 119: {catalogue()[119].action}"])
     return "", "", 0, None

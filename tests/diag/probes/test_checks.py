@@ -97,6 +97,11 @@ FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"variables": {"NCCL_IB_HCA": "=mlx5_9"}}, "wrong_nic", "error"),
     ({"kernel_log": [KernelLine(text="NVRM: Xid (PCI:0000:1a:00): 79, pid=1, GPU has fallen off the bus.")]},
      "gpu_fell_off_bus", "error"),
+    ({"kernel_log": [KernelLine(text="NVRM: The NVIDIA GPU 0000:b3:00.0\nNVRM: (PCI ID: 10de:26b5) installed in this "
+                                     "system has\nNVRM: fallen off the bus and is not responding to commands.")]},
+     "gpu_fell_off_bus", "error"),
+    ({"kernel_log": [KernelLine(text="NVRM: GPU 0000:81:00.0: RmInitAdapter failed! (0x25:0x40:1470)")]},
+     "gpu_hw_fault", "error"),
 ]
 
 

@@ -94,6 +94,18 @@ def test_a_dead_host_is_named_and_the_others_are_still_judged() -> None:
     assert any("n5" in note for note in outcome.notes)
 
 
+def test_those_whose_partners_are_lost_meet_each_other() -> None:
+    search = Search(8)
+    search.add([], [3, 6])
+    met: set[tuple[int, int]] = set()
+    for _ in range(4):
+        pairs = search.next()
+        assert sorted(end for pair in pairs for end in pair) == [0, 1, 2, 4, 5, 7], "nobody rests"
+        met |= {(min(pair), max(pair)) for pair in pairs}
+        search.add([Flow(a, b, 100.0, search.round) for pair in pairs for a, b in (pair, pair[::-1])])
+    assert all(sum(end in pair for pair in met) >= 2 for end in (0, 1, 2, 4, 5, 7))
+
+
 def test_all_peers_dead_ends_at_once() -> None:
     outcome = Fabric(2, dead=frozenset(range(1, 8))).locate(8)
     assert outcome.faults == [] and any("exchanged anything" in note for note in outcome.notes)
