@@ -78,6 +78,8 @@ def lost(job: Job) -> Iterator[Finding]:
         reports = mute  # who answers, and only waits for others, is not the one
     alive = {report.member.rank for report in reports}
     gone = sorted({report.peer for report in reports} - alive) or [reports[0].peer]
+    wordless = [rank for rank in gone if rank not in job.members or not job.members[rank].ended]
+    gone = wordless or gone  # who said how it ended did so because of the one that could not
     about = [report for report in reports if report.peer in gone]
     first = about[0]
     went_on = any(event.name == "finished" for member in job.members.values() for event in member.log.events)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ def job(
     environment = OUTSIDE | ({VARIABLE: json.dumps(faults)} if faults else {})
     done = subprocess.run([*start, *PDTRAIN, "train", *more], cwd=folder, env=environment, capture_output=True,
                           text=True, timeout=240)  # fmt: skip
-    assert not [p for p in psutil.Process().children(recursive=True) if "pdtrain.cli" in " ".join(p.cmdline())]
+    assert not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(folder)], "processes are left behind"
     return done
 
 
@@ -143,7 +144,9 @@ def test_the_launcher_starts_dead_ranks_again_and_nothing_is_lost(tmp_path: Path
     assert "rank 3 failed first: it was killed by SIGKILL; all ranks start again (1 of 2)" in done.stderr
     said = done.stderr + done.stdout
     assert "rank 3 (update) was killed by SIGKILL: all ranks go on after step 2, which the update pool has kept" in said
-    assert "rank 1 (compute) was killed by SIGKILL: all ranks go on after step 4" in said and "Traceback" not in said
+    # whether step 4 was kept is a race of the rank's death with what it had just sent
+    assert re.search(r"rank 1 \(compute\) was killed by SIGKILL: all ranks go on after step [34]", said), said
+    assert "Traceback" not in said
     assert losses(tmp_path / "run") == whole and not list(keep.iterdir())
     for command in ("pools", "postmortem"):
         found = found_by(command, tmp_path / "run")

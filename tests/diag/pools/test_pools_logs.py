@@ -34,6 +34,18 @@ def test_who_was_lost_and_not_who_says_it(tmp_path: Path, last: str) -> None:
     assert root["where"].get("hosts", []) == []  # node-a is where they are who say it
 
 
+def test_a_compute_rank_that_takes_another_along_is_the_one(tmp_path: Path) -> None:
+    """Rank 1 dies, rank 0 ends because of it, and update rank 3 sees rank 0 go."""
+    said = {0: "pools: rank 0 (compute) lost a rank of the compute pool (1): connection closed in step 7",
+            2: "pools: rank 2 (update) lost rank 1 (compute): connection closed while waiting for the commit of step 7",
+            3: "pools: rank 3 (update) lost rank 0 (compute): connection closed while waiting for the commit of step 7"}
+    for rank, last in said.items():
+        start = START.replace("of 3", "of 4").format(rank=rank, host="vm")
+        (tmp_path / f"rank_{rank}.log").write_text(f"{start}\npdtrain: {last}\n")
+    root = pdtrain("diag", "postmortem", tmp_path, "--json").json()["findings"][0]
+    assert (root["cause"], root["where"]["ranks"]) == ("pool_member_lost", [1])
+
+
 def test_a_kill_accounts_for_the_loss(tmp_path: Path) -> None:
     (logs(tmp_path, LOST) / "launcher.log").write_text(KILLED)
     found = pdtrain("diag", "postmortem", tmp_path, "--json").json()
