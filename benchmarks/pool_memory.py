@@ -1,9 +1,10 @@
-"""What a rank needs in memory with and without pools: the peak of resident memory before the last checkpoint.
+"""What a rank needs in memory with and without pools: the peak of resident memory over some steps.
 
-    python benchmarks/pool_memory.py [--steps 12] [--hidden 1024] [--layers 8] [--modes off,sync,stream] [--keep DIR]
+    python benchmarks/pool_memory.py [--steps 4] [--hidden 1024] [--layers 8] [--modes off,sync,stream] [--keep DIR]
 
-Whole runs of `pdtrain train`: one rank that does everything, then one compute and one update rank. Peaks are the
-kernel's own (VmHWM), read all along; a row per rank, then one line of JSON. Some 250 MB of each are Python and torch.
+Runs of `pdtrain train`, stopped after so many steps: one rank that does everything, then one compute and one update
+rank. Peaks are the kernel's own (VmHWM), read all along; a row per rank, then one line of JSON. Some 250 MB of each are
+Python and torch.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,8 @@ kv_heads = 8
 head_dim = {head}
 ffn_hidden = {ffn}
 [train]
-steps = {steps}
+steps = 100000
+log_every = 1
 sequence_length = 64
 micro_batch = 1
 train_batch = 1
@@ -53,6 +57,11 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
         return []
 
 
+def done(path: Path) -> int:
+    """Steps that a rank has finished."""
+    return max((row["step"] for row in rows_of(path) if row.get("span") == "backward" and "step" in row), default=0)
+
+
 def peak_of(pid: int) -> int | None:
     """The peak of resident memory of a process in bytes; None when it is gone."""
     try:
@@ -67,39 +76,36 @@ def train(folder: Path, options: argparse.Namespace, mode: str) -> list[dict[str
     update = 0 if mode == "off" else 1
     config, run_dir = folder / f"{mode}.toml", folder / mode
     config.write_text(CONFIG.format(mode=mode, update=update, hidden=options.hidden, layers=options.layers,
-                                    head=options.hidden // 8, ffn=4 * options.hidden, steps=options.steps))
+                                    head=options.hidden // 8, ffn=4 * options.hidden))
     command = [sys.executable, "-m", "pdtrain.cli", "train", str(config), "--run-dir", str(run_dir)]
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL,
                                stderr=subprocess.DEVNULL, start_new_session=True)
     events = [run_dir / "events" / f"rank_{rank}.jsonl" for rank in range(1 + update)]
     pids: dict[int, int] = {}
-    seen: dict[int, list[tuple[float, int]]] = {rank: [] for rank in range(1 + update)}
+    peaks: dict[int, int] = {}
+    until = time.monotonic() + options.timeout
     try:
-        until = time.monotonic() + options.timeout
-        while process.poll() is None:
+        while done(events[0]) < options.steps:
             if time.monotonic() > until:
-                raise TimeoutError(f"{mode}: no end within {options.timeout:g} s")
+                raise TimeoutError(f"{mode}: no {options.steps} steps within {options.timeout:g} s")
+            if process.poll() is not None:
+                raise RuntimeError(f"{mode}: the run ended with status {process.returncode}")
             for rank, path in enumerate(events):
                 if rank not in pids and (started := rows_of(path)):
                     pids[rank] = started[0]["pid"]
                 if rank in pids and (peak := peak_of(pids[rank])) is not None:
-                    seen[rank].append((time.time(), peak))
-            time.sleep(0.02)
+                    peaks[rank] = max(peak, peaks.get(rank, 0))
+            time.sleep(0.05)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, 9)
-            process.wait()
-    if process.returncode:
-        raise RuntimeError(f"{mode}: the run ended with status {process.returncode}")
+        for pid in (*pids.values(), process.pid):  # the launcher's ranks have sessions of their own
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
     found = []
     for rank, path in enumerate(events):
-        rows = rows_of(path)
-        saving = min((row["start"] for row in rows if row.get("span") == "checkpoint"), default=time.time())
-        steps = [row for row in rows if row.get("event") == "pool_step"]
-        role = steps[-1]["role"] if steps else "both"
-        found.append({"mode": mode, "rank": rank, "role": role,
-                      "peak_bytes": max(peak for moment, peak in seen[rank] if moment < saving),
-                      "state_bytes": steps[-1]["state_bytes"] if steps else None})
+        steps = [row for row in rows_of(path) if row.get("event") == "pool_step"]
+        found.append({"mode": mode, "rank": rank, "role": steps[-1]["role"] if steps else "both",
+                      "peak_bytes": peaks[rank], "state_bytes": steps[-1]["state_bytes"] if steps else None})
     return found
 
 
@@ -108,7 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--modes", default="off,sync,stream")
     parser.add_argument("--timeout", type=float, default=280.0, help="seconds that one run may take")
     parser.add_argument("--keep", metavar="DIR", help="leave the runs there")
@@ -118,17 +124,17 @@ def main() -> None:
         folder = Path(options.keep or scratch)
         folder.mkdir(parents=True, exist_ok=True)
         for mode in options.modes.split(","):
-            rows += train(folder, options, mode)
+            for row in train(folder, options, mode):
+                rows.append(row)
+                print(f"{mode:8} rank {row['rank']} {row['role']:8} peak {row['peak_bytes'] / 1e6:,.0f} MB, optimizer "
+                      f"state {(row['state_bytes'] or 0) / 1e6:,.0f} MB", file=sys.stderr, flush=True)
         done = subprocess.run([sys.executable, "-m", "pdtrain.cli", "train", str(folder / f"{rows[-1]['mode']}.toml"),
                                "--dry-run", "--json"], check=True, capture_output=True, text=True,
                               env=os.environ | {"PYTHONPATH": str(ROOT)})
         parameters = sum(module["parameters"] for module in json.loads(done.stdout)["modules"].values())
-    print(f"{parameters:,} parameters; FP32 weights, gradients and moments are 16 B each", file=sys.stderr)
-    print(f"{'mode':8}{'rank':>5}{'role':>9}{'peak MB':>9}{'B/parameter':>12}", file=sys.stderr)
     for row in rows:
         row["bytes_per_parameter"] = round(row["peak_bytes"] / parameters, 2)
-        print(f"{row['mode']:8}{row['rank']:>5}{row['role']:>9}{row['peak_bytes'] / 1e6:>9,.0f}"
-              f"{row['bytes_per_parameter']:>12}", file=sys.stderr)
+    print(f"{parameters:,} parameters; FP32 weights, gradients and moments are 16 B each", file=sys.stderr)
     print(json.dumps({"benchmark": "pool_memory", "parameters": parameters, "rows": rows,
                       "load": os.getloadavg()[0]}))
 
