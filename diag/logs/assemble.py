@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diag.logs.checkpoint import refine_shapes
-from diag.logs.culprit import killed_by_launcher
+from diag.logs.culprit import UNSEEN_FIX, killed_by_launcher
 from diag.logs.endings import (
     AT_EXIT,
     SIGNALS,
@@ -237,13 +237,15 @@ def promote(view: View) -> list[Finding]:
         return []
     best = max(items, key=lambda i: (i.rule.sure, -i.line))
     same = [i for i in items if i.rule.cause == best.rule.cause]
-    hosts = blamed(view, same)[1] if best.rule.id == "slurm-cancelled" else []
+    hosts = blamed(view, same)[1] if best.rule.id in ("slurm-cancelled", "mpi-peer-gone") else []
     if best.rule.id == "ray-actor-died":
         near = [i for i in view.of("ray-actor-address") if i.log is best.log and 0 < i.line - best.line <= ACTOR_LINES]
         hosts = [near[0].groups["host"]] if near else []
     finding = Finding(cause=best.rule.cause or "unexplained_end", severity="error", confidence=best.rule.sure,
                       summary=_sentence(best), where=Where(hosts=hosts, time=same[0].evidence().time),
                       evidence=pick_evidence(same), fix=list(best.rule.fix))
+    if best.rule.id == "mpi-peer-gone":
+        finding.fix = list(UNSEEN_FIX)
     if finding.cause in SIGNALS.values():
         attach_exits(view, finding)
     return [finding]

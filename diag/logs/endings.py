@@ -61,11 +61,25 @@ def exits(view: View) -> list[Exit]:
     for item in crashed_ranks(view):
         rank = int(item.groups["rank"])
         found.append(Exit(int(item.groups["code"]), rank, who.host_of.get(rank), item.place, item))
+    found += _hydra(view)
     for item in view.of("spawn-process"):
         code = _NAMES.get(item.groups.get("signal", ""), int(item.groups.get("code") or 1))
         number = int(item.groups["process"])
         found.append(Exit(code, number if who.one_host() else None, item.host, item.place, item))
     return sorted(found, key=lambda e: (e.place.log, e.place.line))
+
+
+def _hydra(view: View) -> list[Exit]:
+    """The blocks of MPICH's launcher: one line names the process, one of the next its end, a signal as its number."""
+    found = []
+    for item in view.of("hydra-process"):
+        end = next((i for i in view.of("hydra-code") if i.log is item.log and 0 < i.line - item.line <= 2), None)
+        if end is not None:
+            code = int(end.groups.get("code") or 0)
+            signal = int(end.groups.get("signal") or 0) or (code if -code in SIGNALS or code in (6, 15) else 0)
+            rank = int(item.groups["rank"]) if "rank" in item.groups else None
+            found.append(Exit(-signal or code, rank, item.groups["host"], item.place, item))
+    return found
 
 
 def attach_exits(view: View, finding: Finding) -> None:
