@@ -11,7 +11,7 @@ from diag.loss import short, signals
 from diag.loss.blame import Blame, blame, norms_moved
 from diag.loss.events import Event, excursions
 from diag.loss.words import fix_of, sentence_of
-from diag.schema import Evidence, Finding, Severity, Where
+from diag.schema import SEVERITY_ORDER, Evidence, Finding, Severity, Where
 
 if TYPE_CHECKING:
     from diag.series import Column, Resume, Run
@@ -91,7 +91,7 @@ def _course(run: Run, positive: Column, *, begun: bool, main: bool) -> list[Seen
     events = [e for e in events if not _rough_start(run, positive, e)]
     resumes = _resumes(run, positive)
     jumped = {i for e in events for i, r in enumerate(resumes) if _at_resume(positive, e, r)}
-    found += _excursions(run, positive, events, resumes)
+    found += _excursions(run, positive, events, resumes, main=main)
     for i, resume in enumerate(resumes):
         if i not in jumped and not _replays_agree(run, positive, resume) and \
                 (drop := _drop(positive, resume)) is not None:
@@ -158,14 +158,20 @@ def _at_resume(column: Column, event: Event, resume: tuple[int, Resume]) -> bool
     return resume[0] - 1 <= event.onset <= resume[0] + RESUME_POINTS
 
 
-def _excursions(run: Run, column: Column, events: list[Event], resumes: list[tuple[int, Resume]]) -> list[Seen]:
-    """One finding per kind: the first one leads, the rest are counted and listed."""
+def _excursions(run: Run, column: Column, events: list[Event], resumes: list[tuple[int, Resume]], *,
+                main: bool) -> list[Seen]:
+    """One finding per kind: the first one leads, the rest are counted and listed. A spike of a loss beside the main one
+    is told, not warned of: where it matters the main one shows it."""
     groups: dict[str, list[Event]] = {}
     for event in events:
         jump = any(_at_resume(column, event, r) for r in resumes)
         cause = "loss_resume_jump" if jump else "loss_divergence" if event.kind == "divergence" else "loss_spike"
         groups.setdefault(cause, []).append(event)
-    return [_excursion(run, column, cause, group) for cause, group in groups.items()]
+    found = [_excursion(run, column, cause, group) for cause, group in groups.items()]
+    for seen in found:
+        if not main and seen.finding.cause == "loss_spike":
+            seen.finding.severity, seen.finding.fix = "info", []
+    return found
 
 
 def _excursion(run: Run, column: Column, cause: str, group: list[Event]) -> Seen:
@@ -400,7 +406,7 @@ def _settled(found: list[Seen], losses: list[Column]) -> list[Seen]:
                                           ((steps >= s.step) & (steps < nan)).sum() <= LEAD_POINTS)]
         found = [s for s in found if s.finding.cause != "loss_spike" or s.finding.numbers.get("kind") != "open"]
     by_cause: dict[str, Seen] = {}
-    for seen in sorted(found, key=lambda s: s.step):
+    for seen in sorted(found, key=lambda s: (-SEVERITY_ORDER[s.finding.severity], s.step)):
         by_cause.setdefault(seen.finding.cause, seen)
     if "loss_degenerate" in by_cause:
         by_cause = {c: s for c, s in by_cause.items() if c not in ("loss_spike", "loss_divergence")}

@@ -77,6 +77,18 @@ def test_one_term_of_a_sum_may_climb(tmp_path: Path) -> None:
     assert diagnose([path]).findings[0].cause == "loss_divergence"
 
 
+def test_a_spike_of_one_term_alone_is_told_and_no_alarm(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    noise = np.exp(0.01 * np.random.default_rng(3).standard_normal(300))
+    total, term = 3 * noise, 0.4 * noise
+    term[200:204] *= 3
+    for beside in (0, 1):
+        rows = [f"{i},{a + beside * (b - 0.4):.5f},{b:.5f}" for i, (a, b) in enumerate(zip(total, term, strict=True))]
+        path.write_text("step,train_loss,border_loss\n" + "\n".join(rows) + "\n")
+        (spike,) = [f for f in diagnose([path]).findings if f.cause == "loss_spike"]
+        assert (spike.severity, spike.numbers["column"]) == (("info", "border_loss"), ("warning", "train_loss"))[beside]
+
+
 @pytest.mark.parametrize("norms, rate, expected", [(4.0, 30.0, True), (4.0, 1.0, True), (1.0, 30.0, False)])
 def test_a_rise_within_the_noise_counts_with_the_gradient_norm(tmp_path: Path, norms: float, rate: float,
                                                               expected: bool) -> None:
