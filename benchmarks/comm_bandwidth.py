@@ -23,6 +23,9 @@ from tests.diag.probes.comm_hosts import ended, probe, ring
 from tests.diag.probes.comm_ring import NAMES
 from tests.netns.hosts import Network, missing
 
+#: Seconds of traffic that a shaper keeps: a fabric without losses, as InfiniBand is one.
+QUEUE = 1.0
+
 
 def turn(network: Network, text: str) -> dict[str, tuple[float, float]]:
     """(GB/s by the probe, GB/s by the sockets) of the bus for each operation."""
@@ -42,7 +45,7 @@ def turn(network: Network, text: str) -> dict[str, tuple[float, float]]:
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     """All turns; the table."""
     found: dict[str, list[float]] = {name: [] for name in NAMES}
-    with Network(arguments.hosts, arguments.rate) as network:
+    with Network(arguments.hosts, arguments.rate, queue=QUEUE) as network:
         for number in range(arguments.repeats):
             for name, (ours, sockets) in turn(network, arguments.bytes).items():
                 found[name].append(round(ours / sockets, 4))

@@ -37,11 +37,12 @@ def missing() -> str:
 class Network:
     """`count` hosts of `rate` Mbit/s in each direction, as a context manager that always cleans up.
 
-    `mtu`: bytes of the largest IP packet.
+    `mtu`: bytes of the largest IP packet. `queue`: seconds of traffic that a shaper keeps before it drops; several
+    senders to one receiver overrun a short one, and TCP then measures its own retransmission timers.
     """
 
-    def __init__(self, count: int, rate: float = 100.0, mtu: int = 1500) -> None:
-        self.count, self.rate, self.mtu = count, rate, mtu
+    def __init__(self, count: int, rate: float = 100.0, mtu: int = 1500, queue: float = 0.05) -> None:
+        self.count, self.rate, self.mtu, self.queue = count, rate, mtu, queue
         self.prefix = f"pd{os.getpid() % 100000}"
         self.bridge = f"{self.prefix}b"
 
@@ -86,7 +87,7 @@ class Network:
             where = ["-n", self.name(host)] if side == "send" else []
             device = "eth0" if side == "send" else self.veth(host)
             _run("tc", *where, "qdisc", "replace", "dev", device, "root", "tbf", "rate",
-                 f"{round(self.rate * factor * 1000)}kbit", "burst", "32kb", "latency", "50ms")
+                 f"{round(self.rate * factor * 1000)}kbit", "burst", "32kb", "latency", f"{round(self.queue * 1000)}ms")
 
     def heal(self) -> None:
         """All links back to the common rate."""

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.root]
 def network():  # type: ignore[no-untyped-def]
     if reason := missing():
         pytest.skip(reason)
-    with Network(4, rate=RATE) as made:
+    with Network(4, rate=RATE, queue=1.0) as made:
         yield made
 
 
