@@ -69,8 +69,8 @@ def line(row: Row) -> str:
 
 
 def _short(value: float, room: int) -> str:
-    """As many decimals as fit, at most three, at least four digits that count."""
-    for decimals in (2 if value >= 0.1 else 4, 1, 0):
+    """As many decimals as fit: two, of less than one four."""
+    for decimals in (2 if value >= 1 else 4, 1, 0):
         found = f"{value:.{decimals}f}"
         if len(found) <= room:
             return found
