@@ -149,10 +149,15 @@ def readers() -> tuple[Reader, ...]:
 
 
 def recognise(source: Source, among: Sequence[Reader] | None = None) -> Reader | None:
-    """The reader that is most certain about `source`, or None. Ties go to the first by module name."""
+    """The reader that is most certain about `source`, or None. Ties go to the first by module name.
+
+    A reader of columns may have `named(head, columns)` beside `sniff`: how certain it is when the user named columns.
+    """
     best, best_score = None, 0.0
     for reader in readers() if among is None else among:
         score = float(reader.sniff(source.head, source.name))
+        if source.options.columns and (named := getattr(reader, "named", None)) is not None:
+            score = max(score, float(named(source.head, [column for _, column in source.options.columns])))
         if score > best_score:
             best, best_score = reader, score
     return best

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -148,6 +148,15 @@ def sniff(head: bytes, name: str) -> float:
             return 0.9 if name.endswith(".jsonl") or "metrics" in name else 0.8
         return 0.0
     return 0.5 if name.endswith(".jsonl") and _START.match(head) else 0.0
+
+
+def named(head: bytes, columns: Sequence[str]) -> float:
+    """Lines of JSON objects that hold a key which the user has named, with or without a step."""
+    try:
+        record = _decode(head.split(b"\n", 1)[0])
+    except ValueError:
+        return 0.0
+    return 0.95 if isinstance(record, dict) and not set(columns).isdisjoint(record) else 0.0
 
 
 def _is_record(record: dict[str, Any]) -> bool:

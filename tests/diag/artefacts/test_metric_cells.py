@@ -110,3 +110,15 @@ def test_losses_below_the_line_of_their_epoch(tmp_path: Path) -> None:
     path.write_text(path.read_text() + "Epoch: 20/30\nTrain Loss: nan - Train Perplexity: nan\n" * 3)
     finding = root(path)
     assert finding is not None and finding.cause == "loss_nan"
+
+
+@pytest.mark.parametrize("name, text", [
+    ("energies.csv", "epoch,hamiltonian,kinetic\n" + "".join(f"{i},{1 / i:.4f},{2 / i:.4f}\n" for i in range(1, 20))),
+    ("energies.jsonl", "".join(json.dumps({"epoch": i, "hamiltonian": 1 / i}) + "\n" for i in range(1, 20))),
+])
+def test_a_named_column_makes_a_table_readable(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert not any("hamiltonian" in f.summary for f in diagnose([path], numbers_only=True).findings)
+    report = diagnose([path], numbers_only=True, columns=(("loss", "hamiltonian"),))
+    assert report.verdict == "healthy" and "hamiltonian 1 to 0.05" in report.findings[0].summary
