@@ -119,6 +119,6 @@ def test_losses_below_the_line_of_their_epoch(tmp_path: Path) -> None:
 def test_a_named_column_makes_a_table_readable(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / name
     path.write_text(text)
-    assert not any("hamiltonian" in f.summary for f in diagnose([path], numbers_only=True).findings)
-    report = diagnose([path], numbers_only=True, columns=(("loss", "hamiltonian"),))
+    report = diagnose([path], only="loss", columns=(("loss", "hamiltonian"),))
     assert report.verdict == "healthy" and "hamiltonian 1 to 0.05" in report.findings[0].summary
+    assert not any("hamiltonian" in f.summary for f in diagnose([path]).findings)
