@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,10 @@ DROP_SIGMA, DROP_SHARE, DROP_POINTS, DROP_HISTORY = 6.0, 0.08, 8, 32
 START_POINTS, START_STEPS = 24, 400
 #: One point this many times its level above it is more than the noise of a batch.
 BLIP_FACTOR = 2.0
+#: Columns of runs whose loss is not meant to fall: rewards and values, adversaries.
+_MOVING_TARGETS = re.compile(r"reward|ep_rew|episode|advantage|(?:policy|pg|value|actor|critic)_?loss|"
+                             r"(?:^|[/_])(?:kl|d|g|dis\w{0,10}|gen\w{0,6})_?loss|loss[/_](?:d|g|kl|dis\w{0,10}|gen\w{0,6})$|"
+                             r"discriminator")
 #: Points shown as evidence.
 SHOWN = 5
 
@@ -96,7 +101,7 @@ def _course(run: Run, positive: Column, *, begun: bool, main: bool) -> list[Seen
         if i not in jumped and not _replays_agree(run, positive, resume) and \
                 (drop := _drop(positive, resume)) is not None:
             found.append(_resume_drop(run, positive, *drop))
-    if found or begun or not main:
+    if found or begun or not main or not _meant_to_fall(run, positive):
         return found
     if (risen := signals.climb(positive.values)) is not None:
         return [_climbed(run, positive, risen)]
@@ -107,6 +112,14 @@ def _course(run: Run, positive: Column, *, begun: bool, main: bool) -> list[Seen
     if (swing := signals.oscillation(positive.values)) is not None:
         return [_oscillation(run, positive, *swing)]
     return []
+
+
+def _meant_to_fall(run: Run, column: Column) -> bool:
+    """Whether a slow rise of `column` is bad: not in reinforcement learning, whose targets move, nor where several
+    losses without a sum play against each other."""
+    if column.name != "loss" and len(run.losses()) > 1:
+        return False
+    return not any(_MOVING_TARGETS.search(other.key.lower()) for other in run.columns.values())
 
 
 def _from_start(run: Run, column: Column) -> bool:

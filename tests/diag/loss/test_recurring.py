@@ -77,6 +77,14 @@ def test_one_term_of_a_sum_may_climb(tmp_path: Path) -> None:
     assert diagnose([path]).findings[0].cause == "loss_divergence"
 
 
+@pytest.mark.parametrize("beside", ["ep_rew_mean", "loss_D", "train/value_loss"])
+def test_a_loss_whose_target_moves_may_climb(tmp_path: Path, beside: str) -> None:
+    path = tmp_path / "progress.csv"
+    rows = [f"{i},{0.5 + i / 1000:.5f},{1 + i % 7}" for i in range(400)]
+    path.write_text(f"step,loss,{beside}\n" + "\n".join(rows) + "\n")
+    assert [f.cause for f in diagnose([path]).findings if f.severity != "info"] == []
+
+
 def test_a_spike_of_one_term_alone_is_told_and_no_alarm(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     noise = np.exp(0.01 * np.random.default_rng(3).standard_normal(300))
