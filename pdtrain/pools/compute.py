@@ -417,7 +417,8 @@ class ComputeSide:
                 self._take_weights(bucket, version)
             piece = self._shared.get(name)
             if piece is not None and self._handed_on.get(name, self.start) < version:
-                dist.broadcast(self._weight(name), src=piece.rank, group=self.copies[piece.holders])
+                with self.journal.waiting("pool_wait_weights"):  # of whoever exchanges the piece
+                    dist.broadcast(self._weight(name), src=piece.rank, group=self.copies[piece.holders])
                 self._handed_on[name] = version
 
     def _take_weights(self, bucket: Bucket, version: int) -> None:
