@@ -62,8 +62,8 @@ DRESSES = {
 }
 #: Silence is judged by time: a log stamped anew, line by line, tells another story.
 TIMED = {"endings/silent-pulse", "endings/silent-ctrl-c", "kinds/late-but-another-day"}
-#: Its hosts stand only in pdsh's prefix, which is recognised at the front of lines.
-PREFIXED = {"second/optim-missing-node2"}
+#: Their hosts stand only in pdsh's prefix, which is recognised at the front of lines.
+PREFIXED = {"second/optim-missing-node2", "eighth/compiler-is-missing-on-one-host"}
 
 
 @pytest.mark.parametrize("dress", DRESSES)
