@@ -252,7 +252,7 @@ def stale_weights_are_meant(run: Run) -> Iterator[Mistake]:
         )
         return
     how = "which is reported to degrade training with Adam" if run.optimizer.name == "adamw" else \
-        "which costs Muon less than Adam, and still something"
+        "which is reported to cost Muon less than Adam, not nothing"
     yield Mistake(
         "pools.mode", "async", f"applies gradients of weights that are {staleness} step{'s' * (staleness > 1)} old, "
         f"{how}", 'pools.mode = "stream" overlaps without that', warning=True,
