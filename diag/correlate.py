@@ -88,6 +88,8 @@ def _undetermined(finding: Finding) -> bool:
 
 def explains(a: Finding, b: Finding) -> bool:
     """Whether `a` accounts for `b`."""
+    if standing(a) and standing(b):
+        return False  # two states of machines that were measured: neither is a symptom of the other
     if a.cause == b.cause:
         return _seen_closer(a, b)
     if (jump := a.numbers.get("lr_jump_step")) is not None and b.numbers.get("lr_jump_step") == jump:
