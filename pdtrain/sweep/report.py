@@ -84,14 +84,18 @@ def _memory(found: list[dict[str, Any]]) -> Iterator[str]:
         balanced = row["predicted_peak_bytes"]
         predicted = balanced, row.get("predicted_peak_at_overload_bytes", balanced)
         peak, uneven = (size / row["peak_bytes"] - 1 for size in predicted)
-        states = row["predicted_states_bytes"] / row["states_bytes"] - 1
-        for name, error in zip(errors, (peak, uneven, states), strict=True):
+        held = row["predicted_states_bytes"] / row["states_bytes"] - 1
+        for name, error in zip(errors, (peak, uneven, held), strict=True):
             errors[name].append(abs(error))
         yield (
             f"  {row['peak_bytes'] / 1e6:>7,.1f} MB {predicted[0] / 1e6:>7,.1f} MB {peak:>+7.1%} "
             f"{row.get('overload', 1):>8.2f} {predicted[1] / 1e6:>7,.1f} MB {uneven:>+7.1%} "
-            f"{row['states_bytes'] / 1e6:>8,.2f} MB {row['predicted_states_bytes'] / 1e6:>8,.2f} MB {states:>+8.3%}  "
+            f"{row['states_bytes'] / 1e6:>8,.2f} MB {row['predicted_states_bytes'] / 1e6:>8,.2f} MB {held:>+8.3%}  "
             f"{row['label']}"
         )
-    parts = (f"{name} {statistics.median(e):.2%} (worst {max(e):.2%})" for name, e in errors.items())
+    digits = {"states": 4}
+    parts = (
+        f"{name} {statistics.median(found):.{digits.get(name, 1)}%} (worst {max(found):.{digits.get(name, 1)}%})"
+        for name, found in errors.items()
+    )
     yield f"  median error: {', '.join(parts)}"
