@@ -38,9 +38,9 @@ STEP_SHARE = 0.05
 #: Bins needed to judge, and the share of them that must agree.
 LEAST_BINS = 5
 AGREEING = 0.8
-#: A rank this much slower may scatter more, as one does that is stopped at times: then nearly all bins must at least
-#: point its way (and the beginning and the end with `AGREEING`).
-STRONG, POINTING = 1.3, 0.9
+#: A rank this much slower may scatter more, as one does that is stopped at times: then so many bins must at least point
+#: its way, and most of the first and of the last few.
+STRONG, POINTING, MOST = 1.3, 0.8, 0.6
 MOST_BINS = 48
 #: First steps, in which things are compiled, allocated and cached.
 SETTLING = 3
@@ -248,13 +248,14 @@ def _begin(logs: Sequence[float], noise: float) -> int | None:
         limit = max(math.log(RATIO), NOISE_SIGMAS * 1.25 * noise / math.sqrt(len(part)))
         if middle <= limit or part[0] <= middle / 2:
             continue
-        if _agree(part, middle / 2, AGREEING) or middle >= math.log(STRONG) and _agree(part, middle / 10, POINTING):
+        if _agree(part, middle / 2, AGREEING, AGREEING) or \
+                middle >= math.log(STRONG) and _agree(part, middle / 10, POINTING, MOST):
             return begin
     return None
 
 
-def _agree(part: Sequence[float], bound: float, share: float) -> bool:
-    """Whether so many bins are beyond `bound`, and `AGREEING` of the first and of the last few."""
+def _agree(part: Sequence[float], bound: float, share: float, ends: float) -> bool:
+    """Whether such shares of the bins, and of the first and of the last few, are beyond `bound`."""
     beyond = [value > bound for value in part]
-    return sum(beyond) >= share * len(part) and sum(beyond[:LEAST_BINS]) >= AGREEING * LEAST_BINS \
-        and sum(beyond[-LEAST_BINS:]) >= AGREEING * LEAST_BINS
+    return sum(beyond) >= share * len(part) and sum(beyond[:LEAST_BINS]) >= ends * LEAST_BINS \
+        and sum(beyond[-LEAST_BINS:]) >= ends * LEAST_BINS
