@@ -99,7 +99,7 @@ def put_in(fault: str, guilty: bool) -> None:
     if fault == "nice" and guilty:
         share_a_core()
     if fault == "duty" and guilty:
-        half_the_time()
+        a_quarter_of_the_time()
 
 
 def share_a_core() -> None:
@@ -115,16 +115,16 @@ def share_a_core() -> None:
     os.nice(6)
 
 
-def half_the_time() -> None:
-    """Be stopped and continued by another process, ten times a second."""
+def a_quarter_of_the_time() -> None:
+    """Be stopped by another process for three quarters of the time: on a loaded machine half of it hardly shows."""
     parent = os.getpid()
     if os.fork() == 0:
         try:
             while os.getppid() == parent:  # ends with the rank
                 os.kill(parent, signal.SIGSTOP)
-                time.sleep(0.05)
+                time.sleep(0.09)
                 os.kill(parent, signal.SIGCONT)
-                time.sleep(0.05)
+                time.sleep(0.03)
         except ProcessLookupError:
             pass
         os._exit(0)

@@ -128,7 +128,7 @@ def test_the_same_documents_again_and_again() -> None:
     ("nice", 1, None, ""), ("duty", 0, None, ""),
 ])
 def test_one_slow_rank(fault: str, guilty: int, module: str | None, words: str) -> None:
-    """Really slow: it sleeps, is less important than another process on its core, or is stopped half of the time."""
+    """Really slow: it sleeps, is less important than another process on its core, or is stopped most of the time."""
     found = [f for f in warned(report(fault, 2, guilty)) if f.cause == "straggler"]
     assert [f.where.ranks for f in found] == [[guilty]]
     assert words in found[0].summary and (module is None or found[0].where.module == module)
