@@ -9,6 +9,9 @@ not what the user asks about, and must not become the root of a report about the
   (`dumps/earlier_<n>/`). The folders of the last one may hold nothing that was read, after a good end: the events tell
   whether a start that came after a folder was made was not the last.
 
+A run that changes the split of its pools ends all ranks in good order and starts them again: that is one start. A
+rank's events are joined over it, and what its processes said before it is cut like that of any earlier start.
+
 Metrics stay whole: a loss is judged over the restarts. Logs of other programs know their attempts themselves.
 """
 
@@ -22,7 +25,7 @@ from pathlib import PurePath
 
 from diag.artefacts import Artefact
 from diag.artefacts.log_facts import Log
-from diag.artefacts.run_events import EventLog
+from diag.artefacts.run_events import EventLog, RunEvent, regroups
 
 START_RULE = "pdtrain-start"
 #: Ranks of one start begin within this time of each other; one that began earlier took no part in it.
@@ -42,6 +45,7 @@ def last_starts(items: Sequence[Artefact]) -> tuple[list[Artefact], list[str]]:
     began = {root: _began(logs) for root, logs in events.items()}
     launches, ended = _newest_launches(items), {root: _earlier(logs) for root, logs in events.items()}
     attempts = {root: _attempt(logs) for root, logs in events.items()}
+    joints = {root: max((_joints(log.events) for log in logs), default=0) for root, logs in events.items()}
     earlier: dict[PurePath, int] = {}
     kept: list[Artefact] = []
     for item in items:
@@ -56,11 +60,15 @@ def last_starts(items: Sequence[Artefact]) -> tuple[list[Artefact], list[str]]:
             cut = None
         if cut is not item:
             place = root if root is not None else PurePath(item.path)
-            earlier[place] = max(earlier.get(place, 0), _starts(item) - 1, 1)
+            joined = joints.get(place, 0)
+            earlier[place] = max(earlier.get(place, 0), _starts(item) - 1 - joined, 0 if joined else 1)
         if cut is not None:
             kept.append(cut)
     notes = [f"earlier starts: {place} was started {count + 1} times or more; only the last start is judged"
-             for place, count in earlier.items()]
+             for place, count in earlier.items() if count]
+    notes += [f"regrouped: {root} changed the split of its pools {count} time{'s' if count > 1 else ''}, which is one "
+              "run; its logs, and the times of its pools, are judged from the last change on"
+              for root, count in joints.items() if count]
     return kept, notes
 
 
@@ -102,7 +110,21 @@ def _cut_events(log: EventLog, began: float | None) -> EventLog | None:
     if began is not None and mine is not None and mine < began:
         return None
     last = max((index for index, event in enumerate(log.events) if event.name == "start"), default=0)
-    return replace(log, events=log.events[last:]) if last else log
+    kept = log.events[last:]
+    while regroups(log.events[:last]):  # the start before ended to go on with another split: without its end, one start
+        end = next(index for index in range(last - 1, -1, -1) if log.events[index].name == "regrouping")
+        last = max((index for index, event in enumerate(log.events[:end]) if event.name == "start"), default=0)
+        kept = log.events[last:end] + [event for event in kept if event.name != "start"]
+    return replace(log, events=kept) if len(kept) < len(log.events) else log
+
+
+def _joints(events: list[RunEvent]) -> int:
+    """How often the last start of a rank went on in another process with another split."""
+    starts = [index for index, event in enumerate(events) if event.name == "start"]
+    count = 0
+    while count < len(starts) and regroups(events[: starts[-1 - count]]):
+        count += 1
+    return count
 
 
 def _cut_log(log: Log) -> Log:

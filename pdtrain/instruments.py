@@ -165,6 +165,7 @@ class Instruments:
         )
         if self.pools is not None:
             reduced |= self.pools.heard()
+            self.pools.journal.alone(modules, tensor_parallel=self.resolved.tp > 1)
         # The same on all ranks, and so is what follows from it.
         if share := reduced.pop("measuring") / reduced.pop("wall"):
             self.recorder.measure_every(min(self.run.recorder.module_times_every, math.ceil(share / MEASURING_SHARE)))
@@ -235,9 +236,9 @@ class Instruments:
         if self.place.leader:
             self.progress.note(text)
 
-    def finish(self, step: int) -> None:
-        """The run is over, for whatever good reason."""
-        self.recorder.event("finished", step=step)
+    def finish(self, step: int, *, regroups: bool = False) -> None:
+        """The run is over, for whatever good reason, or goes on with another split of its ranks."""
+        self.recorder.event("regrouping" if regroups else "finished", step=step)
         self.progress.close()
 
 

@@ -19,7 +19,7 @@ import re
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -46,13 +46,14 @@ INTERRUPTED = 128 + signal.SIGINT
 
 def launch(
     arguments: Sequence[str], *, processes: int, run_dir: Path, threads: int = 1, flight_recorder_entries: int = 2000,
-    again: Callable[[int], Sequence[str] | None] = lambda status: None, restarts: int = 0,
+    again: Callable[[int], Sequence[str] | None] = lambda status: None, environment: Mapping[str, str] | None = None,
+    restarts: int = 0,
 ) -> int:
     """Run `python ARGUMENTS` as `processes` ranks on this machine and wait for them.
 
     After the death of a rank all are started again, at most `restarts` times: each learns of it (`pdtrain.restart`).
     `again` is asked after every end that no signal caused, with the job's exit status: the arguments with which as many
-    ranks are to be started once more (pools that regroup), or None.
+    ranks are to be started once more (pools that regroup), or None. `environment`: more variables for the ranks.
 
     Returns the exit status of the job: 0, or that of the rank that failed first (128 + n for signal n), or 130 when it
     was interrupted and all ranks ended well.
@@ -66,6 +67,7 @@ def launch(
     except OSError as error:
         raise UsageError(f"cannot write to {run_dir}: {error.strerror}") from None
     with _environment(run_dir, threads, flight_recorder_entries), _agent_log(logs / "launcher.log") as log:
+        os.environ.update(environment or {})
         with _forwarding() as received:
             following: Sequence[str] | None = arguments
             restart, ended = Restart(uuid.uuid4().hex), Ended(0)

@@ -24,6 +24,7 @@ from pdtrain.parallel.layout import Layout
 from pdtrain.parallel.meshes import create_meshes
 from pdtrain.parallel.parallelize import build_parallel_model
 from pdtrain.pools.compute import ComputeSide
+from pdtrain.pools.rebalance import Rebalance
 from pdtrain.pools.run import join_compute
 from pdtrain.pools.serve import update
 from pdtrain.pools.state import RemoteCheckpointer
@@ -112,7 +113,11 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
         memory = MemoryCapture(run_dir / "dumps", place.rank, place.device, entries=settings.memory_history_entries,
                                steps=settings.memory_snapshot_steps, complain=recorder.complain)
         validation = data.validation(run.train.val_sequences) if run.train.val_sequences else None
-        consumed, step, previous = start.consumed, start.step, None
+        consumed, step, previous, regroups = start.consumed, start.step, None, False
+        rebalance = None
+        if pools is not None and pools.rebalance_every:
+            assert isinstance(checkpoints, RemoteCheckpointer)
+            rebalance = Rebalance(pools, checkpoints, instruments, run_dir, step)
         skipped_in_a_row = torch.zeros((), device=place.device)
 
         def validate() -> dict[str, float]:
@@ -160,9 +165,13 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
                     f"see grad_norm/* in {run_dir / 'metrics.jsonl'} for the module that went first"
                 )
             due = checkpoints.due(step)
-            if stopping or last or due:
+            regroups = rebalance is not None and not (stopping or last) and rebalance.wants(step)
+            if stopping or last or due or regroups:
                 with instruments.aside("checkpoint", step):
-                    saved = checkpoints.save(step, consumed, None if stopping or last else due)
+                    if rebalance is not None and regroups:
+                        saved = regroups = rebalance.save(step, consumed)
+                    else:
+                        saved = checkpoints.save(step, consumed, None if stopping or last else due)
                 instruments.checkpoint_saved(step, saved)
                 if not saved and (stopping or last):
                     raise TrainingFailed(
@@ -175,9 +184,11 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
                 name = stop_request.signal.name if stop_request.signal else "a stop request of another rank"
                 instruments.note(f"{name}: stopped after step {step}, saved, resume with --resume")
                 break
+            if regroups:
+                break
         if pools is not None:
             pools.close()
-        instruments.finish(step)
+        instruments.finish(step, regroups=regroups)
 
 
 def _rewind(checkpoints: Checkpointer, instruments: Instruments, guard: SpikeGuard, step: int, consumed: int) -> int:

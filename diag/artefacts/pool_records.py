@@ -24,6 +24,7 @@ SETTLING = 3
 MAX_LINKS = 4096
 MAX_TROUBLES = 4096
 MAX_LAGS = 64
+MAX_REGROUPINGS = 64
 MAX_NUMBER = 1e15
 #: Columns kept by step.
 COLUMNS = {"step_seconds": "step", "busy_seconds": "busy", "send_wait_seconds": "blocked", "queue_depth": "queue",
@@ -91,8 +92,29 @@ class Lag:
 
 
 @dataclass(slots=True)
+class Regrouping:
+    """A change of the split of a run's ranks after `step`: (compute, update) ranks before and after it.
+
+    `seconds`: without training, from the last step before it to the first one after; None where the run did not go on.
+    `failed`: the ranks did not start with the new split, and went back.
+    """
+
+    step: int
+    before: tuple[int, int]
+    after: tuple[int, int]
+    why: str
+    line: int
+    seconds: float | None = None
+    failed: bool = False
+
+
+@dataclass(slots=True)
 class PoolLog:
-    """One rank's pool records since its last start. Fields that no record told stay empty."""
+    """One rank's pool records since its last start. Fields that no record told stay empty.
+
+    A start that goes on after a change of the split belongs to the same run: trouble and counters are carried over,
+    times and links are not, because the rank may be in the other pool now. `regroupings` are those of all starts.
+    """
 
     role: str | None = None
     mode: str | None = None
@@ -113,6 +135,13 @@ class PoolLog:
     troubles: dict[tuple[str, int | None, str | None], Trouble] = field(default_factory=dict)
     lags: dict[int, Lag] = field(default_factory=dict)
     histogram: dict[int, int] = field(default_factory=dict)
+    regroupings: list[Regrouping] = field(default_factory=list)
+
+    def next_start(self, *, regrouped: bool) -> PoolLog | None:
+        """What the next start begins with; None: nothing."""
+        if not regrouped:
+            return PoolLog(regroupings=self.regroupings) if self.regroupings else None
+        return PoolLog(totals=self.totals, troubles=self.troubles, lags=self.lags, regroupings=self.regroupings)
 
     def trouble(self, *names: str) -> list[Trouble]:
         """What there was of these kinds, in the order of the file."""
@@ -128,6 +157,9 @@ def add_pool_event(log: PoolLog, name: str, record: Mapping[str, Any], line: int
     """Add one event whose name begins with "pool". Raises ValueError for what is none."""
     if name == "pool_step":
         _step(log, record, line)
+        return
+    if name in ("pool_rebalance", "pool_regrouped"):
+        _rebalance(log, name, record, line)
         return
     role = record.get("role")
     if name == "pool":
@@ -145,6 +177,30 @@ def add_pool_event(log: PoolLog, name: str, record: Mapping[str, Any], line: int
             log.histogram = {int(key): int(value) for key, value in counts.items() if _number(value) is not None}
     else:
         _trouble(log, name, record, line)
+
+
+def _rebalance(log: PoolLog, name: str, record: Mapping[str, Any], line: int) -> None:
+    """The run has looked at its pools, or has changed its split before this start."""
+    step = record.get("step")
+    if not _is_rank(step):
+        raise ValueError("no step")
+    assert isinstance(step, int)
+    why = record["why"][:400] if isinstance(record.get("why"), str) else ""
+    if name == "pool_rebalance":
+        if record.get("action") != "regroup":
+            return
+        before, after, seconds = _pair(record.get("split")), _pair(record.get("proposed")), None
+    else:
+        before, after, seconds = _pair(record.get("before")), _pair(record.get("after")), _number(record.get("seconds"))
+    found = Regrouping(step, before, after, why, line, seconds, record.get("failed") is True)
+    log.regroupings = [made for made in log.regroupings if (made.step, made.after) != (step, after)] + [found]
+    log.regroupings = log.regroupings[-MAX_REGROUPINGS:]
+
+
+def _pair(value: object) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2 or not all(map(_is_rank, value)):
+        raise ValueError("not a split")
+    return value[0], value[1]
 
 
 def _step(log: PoolLog, record: Mapping[str, Any], line: int) -> None:

@@ -88,6 +88,12 @@ def sniff(head: bytes, name: str) -> float:
     return 0.95 if _LINE.match(head) else 0.0
 
 
+def regroups(events: list[RunEvent]) -> bool:
+    """Whether the last start among `events` ended in good order, to go on with another split of the pools."""
+    names = [event.name for event in events[-2:]]
+    return names[-1:] == ["regrouping"] or names == ["regrouping", "end"]
+
+
 def empty_log(source: Source) -> EventLog:
     """The events of the rank that the file's name tells, before any is read."""
     match = _RANK.search(source.name)
@@ -131,8 +137,8 @@ def add_record(log: EventLog, record: Any, line: int) -> None:
             add_pool_event(log.pool, name, record, line)
             log.last_time = moment if moment is not None else log.last_time
             return
-        if name == "start":
-            log.pool = None
+        if name == "start" and log.pool is not None:
+            log.pool = log.pool.next_start(regrouped=regroups(log.events))
         if len(log.events) < MAX_EVENTS:
             fields = {key: value for key, value in record.items() if key not in ("event", "time")}
             log.events.append(RunEvent(name, line, moment, fields))

@@ -9,7 +9,7 @@ from statistics import mean, median
 from typing import Any
 
 from diag.artefacts import Artefacts
-from diag.artefacts.pool_records import PoolLog
+from diag.artefacts.pool_records import PoolLog, Regrouping
 from diag.artefacts.run_config import RunConfig
 from diag.artefacts.run_environment import RunEnvironment
 from diag.artefacts.run_events import EventLog
@@ -107,9 +107,21 @@ class Job:
     def name(self, ranks: list[int]) -> str:
         """"update rank 2 (node-b)"; ranks of both pools are only ranks."""
         roles, hosts = {self.role_of(rank) for rank in ranks}, self.hosts(ranks)
-        role = roles.pop() if len(roles) == 1 else None
+        moved = any(rank in self.moved for rank in ranks)  # what is said may be of the time before
+        role = roles.pop() if len(roles) == 1 and not moved else None
         at = f" ({clip_list(hosts, 3)})" if hosts else ""
         return f"{role + ' ' if role else ''}rank{'s' if len(ranks) > 1 else ''} {rank_list(ranks)}{at}"
+
+    @property
+    def regroupings(self) -> list[Regrouping]:
+        """The changes of the split of this run, in their order."""
+        return max((member.pool.regroupings for member in self.members.values()), key=len, default=[])
+
+    @property
+    def moved(self) -> range:
+        """The ranks that were in either pool at some time."""
+        sizes = [split[0] for made in self.regroupings for split in (made.before, made.after)]
+        return range(min(sizes), max(sizes)) if sizes else range(0)
 
     def size(self, role: str) -> int:
         """Ranks of a pool: as announced, else as seen."""

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
-from diag.artefacts.pool_records import Link
+from diag.artefacts.pool_records import Link, Regrouping
+from diag.artefacts.run_events import regroups
 from diag.pools.exchange import bytes_per_step, exposed, pairs_of, resent
 from diag.pools.gather import COMPUTE, UPDATE, Job, Member
 from diag.pools.versions import histogram
@@ -32,7 +33,7 @@ def side_by_side(job: Job) -> Finding:
     lags = histogram(job)
     if lags:
         said.append(f"weights at most {max(lags)} step{'s' if max(lags) != 1 else ''} old")
-    said += _told_by_events(job)
+    said += _told_by_events(job) + [_regrouping(job, made) for made in job.regroupings]
     mode = f"mode {job.mode}, " if job.mode else ""
     return Finding(
         cause="pool_measured", role="context", severity="info", confidence=0.9, where=Where(module="pools"),
@@ -47,8 +48,26 @@ def side_by_side(job: Job) -> Finding:
             "step_seconds": job.step_seconds, "resent_share": round(resent(job), 5),
             "bytes_up": sent["up"], "bytes_down": sent["down"],
             "bytes_up_expected": _told(job, "bytes_up"), "bytes_down_expected": _told(job, "bytes_down"),
+            "regroupings": [{"after_step": made.step, "from": _words(made.before), "to": _words(made.after),
+                             "seconds": made.seconds, "failed": made.failed, "why": made.why}
+                            for made in job.regroupings],
             "directory": job.directory,
         })
+
+
+def _words(split: tuple[int, int]) -> str:
+    return f"{split[0]} + {split[1]}"
+
+
+def _regrouping(job: Job, made: Regrouping) -> str:
+    """A change of the split, as a fact."""
+    what = f"after step {made.step:,} it went from {_words(made.before)} to {_words(made.after)} ranks"
+    if made.failed:
+        return f"{what}, which did not start, and back"
+    if made.seconds is None:
+        last = made is job.regroupings[-1] and any(regroups(m.log.events) for m in job.members.values())
+        return f"{what}{', but was not started again: --resume goes on' if last else ''}"
+    return f"{what} ({made.seconds:.3g} s without training)"
 
 
 def _told_by_events(job: Job) -> list[str]:

@@ -214,7 +214,8 @@ class Watch:
         """Whether every rank of the last start has said "finished" or "end"."""
         names = [[event.name for event in item.events] for item in self.artefacts.items
                  if item.format == "run-events" and hasattr(item, "events")]
-        return bool(names) and all("end" in said or "finished" in said for said in names)
+        over = bool(names) and all("end" in said or "finished" in said for said in names)
+        return over and not any("regrouping" in said for said in names)  # the launcher starts all ranks again
 
     def _says_done(self) -> bool:
         """Whether console logs without events say that training is done."""

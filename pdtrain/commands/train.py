@@ -144,15 +144,26 @@ def start(loaded: Loaded, run_dir: Path | None, resume: str | None) -> int:
         raise UsageError(f"cannot write to --run-dir {run_dir}: {error.strerror}") from None
     of_them = f" ({run.pools.update_ranks} of them update)" if run.pools.update_ranks else ""
     print(f"pdtrain: {ranks} rank{'s' if ranks > 1 else ''}{of_them}, recorded in {run_dir}", file=sys.stderr)
-    command = ["-P", "-m", "pdtrain.cli", "train", str(config), "--run-dir", str(run_dir)]
+
+    def command(config: Path, resume: str | None) -> list[str]:
+        words = ["-P", "-m", "pdtrain.cli", "train", str(config), "--run-dir", str(run_dir)]
+        return words + ([f"--resume={resume}"] if resume else [])
+
+    again: dict[str, Any] = {}
+    if run.pools.rebalance == "auto":
+        from pdtrain.pools.regroup import Relaunch
+
+        relaunch = Relaunch(run, run_dir, command)
+        again = {"again": relaunch.again, "environment": relaunch.environment}
     try:
         return launch(
-            command + ([f"--resume={resume}"] if resume else []),
+            command(config, resume),
             processes=ranks,
             run_dir=run_dir,
             threads=run.train.threads,
             flight_recorder_entries=run.recorder.flight_recorder_entries,
             restarts=run.pools.restarts,
+            **again,
         )
     finally:
         if run.pools.keep is not None:

@@ -167,6 +167,22 @@ EXAMPLES = (
         _toml(pools='mode = "sync"\nupdate_ranks = 1', train='on_spike = "rewind"', checkpoint="every = 10"),
         "no_rewind_of_pools_yet",
     ),
+    Example("rebalancing one pool", _toml(pools='rebalance = "auto"'), "rebalancing_has_its_steps"),
+    Example(
+        "rebalancing all the time",
+        _toml(pools='mode = "sync"\nupdate_ranks = 1\nrebalance = "auto"\nrebalance_every = 2'),
+        "rebalancing_has_its_steps",
+    ),
+    Example(
+        "rebalancing after the end",
+        _toml(pools='mode = "sync"\nupdate_ranks = 1\nrebalance = "advise"\nrebalance_every = 500'),
+        "rebalancing_has_its_steps",
+    ),
+    Example(
+        "rebalancing a short run",
+        _toml(pools='mode = "sync"\nupdate_ranks = 1\nrebalance = "auto"', train="steps = 12"),
+        "rebalancing_has_its_steps",
+    ),
     Example("stale weights", _toml(pools='mode = "async"\nupdate_ranks = 1'), "stale_weights_are_meant"),
     Example(
         "asynchronous without staleness", _toml(pools='mode = "async"\nupdate_ranks = 1\nstaleness = 0'),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import msgspec
@@ -19,6 +20,9 @@ TENSOR_ROWS = ("attention", "dense_ffn", "embed_head")
 MUON_ROWS = ("attention", "experts", "shared_expert", "dense_ffn")
 #: `pools.staleness` where it is absent.
 STALENESS = 1
+#: Steps in which it can be measured how busy the pools are: `diag.artefacts.pool_records.SETTLING` of a start,
+#: `diag.pools.gather.LEAST_STEPS` after them, and the boundary's own, which the update pool's answer does not wait for.
+LEAST_WINDOW = 3 + 8 + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,11 @@ def stage_ranks(run: Run) -> int:
 def data_degree(run: Run) -> int:
     """DP: the ranks of a stage that see different data; at least 1, rounded down where nothing divides."""
     return max(1, stage_ranks(run) // run.modules.attention.tensor)
+
+
+def rebalance_window(run: Run) -> int:
+    """Steps from one look at the pools' busy shares to the next: `pools.rebalance_every`, or 10 % of the steps."""
+    return run.pools.rebalance_every or max(LEAST_WINDOW, math.ceil(run.train.steps / 10))
 
 
 def fill(run: Run) -> Run:

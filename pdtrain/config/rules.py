@@ -22,7 +22,7 @@ from pdtrain.config.layout_rules import (
     tensor_divides_widths,
 )
 from pdtrain.config.mistakes import UNKNOWN, Mistake, UnknownValue, around, divisors
-from pdtrain.config.resolved import FP32_ROWS, STALENESS
+from pdtrain.config.resolved import FP32_ROWS, LEAST_WINDOW, STALENESS, rebalance_window
 from pdtrain.config.schema import MODULES, Run
 from pdtrain.pools.plan import INDEX_BYTES
 
@@ -282,6 +282,31 @@ def what_a_payload_takes_is_fed_back(run: Run) -> Iterator[Mistake]:
         )  # fmt: skip
 
 
+def rebalancing_has_its_steps(run: Run) -> Iterator[Mistake]:
+    pools, steps = run.pools, run.train.steps
+    if pools.rebalance == "off":
+        return
+    if pools.mode == "off":
+        yield Mistake(
+            "pools.rebalance", pools.rebalance, 'needs an update pool, but pools.mode = "off"',
+            'use "off", or pools.mode = "sync", "stream" or "async"',
+        )  # fmt: skip
+    every = pools.rebalance_every
+    if every is not None and every < LEAST_WINDOW:
+        yield Mistake(
+            "pools.rebalance_every", every, "steps are too few to measure how busy the pools are",
+            f"use at least {LEAST_WINDOW}, or leave it out for 10 % of the steps",
+        )  # fmt: skip
+    elif rebalance_window(run) >= steps:
+        written = "pools.rebalance_every" if every is not None else "pools.rebalance"
+        yield Mistake(
+            written, every if every is not None else pools.rebalance,
+            f"never comes to look: the first time is after step {rebalance_window(run)} of {steps}",
+            f"use at most {steps - 1}" if every is not None else "a run this short is measured with pdtrain diag pools",
+            warning=every is None,
+        )  # fmt: skip
+
+
 def no_pipeline_yet(run: Run) -> Iterator[Mistake]:
     if run.parallel.pipeline > 1:
         yield Mistake(
@@ -332,5 +357,6 @@ RULES: tuple[Rule, ...] = (
     kept_state_is_used,
     stale_weights_are_meant,
     what_a_payload_takes_is_fed_back,
+    rebalancing_has_its_steps,
 )
 REFUSALS: tuple[Rule, ...] = (no_pipeline_yet, sequence_parallel_is_on, no_rewind_of_pools_yet)

@@ -248,6 +248,17 @@ class Pools(Section, frozen=True):
         ),
     ] = "off"
     update_ranks: Annotated[NonNegativeInt, Meta(description="ranks of the update pool")] = 0
+    rebalance: Annotated[
+        Literal["off", "advise", "auto"],
+        Meta(
+            description="when the pools' busy shares are more than 20 points apart: advise: say which split of the "
+            "same ranks would balance; auto: also save, and start the ranks again with it"
+        ),
+    ] = "off"
+    rebalance_every: Annotated[
+        PositiveInt | None,
+        Meta(description="steps between two looks at the busy shares, at least 12; absent: 10 % of the steps"),
+    ] = None
     payload: Annotated[
         Literal["fp32", "bf16", "fp16"],
         Meta(description="what gradients and weights travel as; masters, moments and sums stay FP32"),

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pdtrain.config.resolved import Resolved
+from pdtrain.config.resolved import Resolved, rebalance_window
 from pdtrain.config.schema import MODULES
 from pdtrain.parallel.layout import Layout
 from pdtrain.plan.parameters import Parameters, count
 from pdtrain.pools.plan import gradient_bytes
+from pdtrain.pools.regroup import splits
 
 SCHEMA = "pdtrain.dryrun/1"
+#: Steps and splits that are written out for people.
+MOST_SHOWN = 10
 
 
 def as_json(resolved: Resolved, warnings: Sequence[str] = ()) -> dict[str, Any]:
@@ -69,7 +72,15 @@ def pools_as_json(resolved: Resolved) -> dict[str, Any] | None:
         "state_bytes_per_update_rank": (12 * trained - 4 * muon) // resolved.update_ranks,
         "bytes_up": up * (resolved.accumulation if each else 1),
         "bytes_down": item * trained,
+        "rebalance": _rebalance(resolved),
     }
+
+
+def _rebalance(resolved: Resolved) -> dict[str, Any]:
+    """When the split of the ranks is looked at, and which splits layout and batch allow; empty lists when it is not."""
+    mode, window = resolved.run.pools.rebalance, rebalance_window(resolved.run)
+    steps = range(window, resolved.run.train.steps, window) if mode != "off" else range(0)
+    return {"mode": mode, "after_steps": list(steps), "splits": [list(split) for split in splits(resolved.run)]}
 
 
 def _pools(resolved: Resolved) -> Iterator[str]:
@@ -86,6 +97,18 @@ def _pools(resolved: Resolved) -> Iterator[str]:
         f"  per step {found['bytes_up'] / 1e6:,.1f} MB of gradients up and {found['bytes_down'] / 1e6:,.1f} MB of "
         f"weights down ({found['payload']}), over all ranks of a pool, whatever the DP degree"
     )
+    again = found["rebalance"]
+    if again["mode"] != "off":
+        does = "starts the ranks again with another split" if again["mode"] == "auto" else "says which split is better"
+        when = ", ".join(f"{step:,}" for step in again["after_steps"][:MOST_SHOWN])
+        when = f"after steps {when}{', ...' if len(again['after_steps']) > MOST_SHOWN else ''}" if when else "never"
+        others = [f"{c} + {u}" for c, u in again["splits"] if (c, u) != (resolved.ranks, resolved.update_ranks)]
+        what = f"splits that layout and batch allow: {', '.join(others[:MOST_SHOWN])}" if others else \
+            "layout and batch allow no other split"
+        yield (
+            f"  rebalance: {again['mode']}: looks at the busy shares {when}, and {does} where that is worth it; {what}"
+            f"{', ...' if len(others) > MOST_SHOWN else ''}"
+        )
 
 
 def _row(resolved: Resolved, counted: Parameters, row: str) -> dict[str, Any]:

@@ -10,6 +10,8 @@ state.py     the update pool's state as a checkpoint sees it
 run.py       joining the pools: groups, agreement at the start, the update rank's loop
 keep.py      what a rank keeps in a file that survives its process; own_state.py: of a compute rank
 rejoin.py    where all ranks go on after a death, and what it cost
+rebalance.py how busy both pools were, at coarse boundaries, and whether another split is worth it
+regroup.py   another split of the same ranks: from the ranks to the launcher, and to the next start
 faults.py    faults on purpose, for tests and drills
 
 How it is used and what is guaranteed: docs/pools.md.

@@ -15,13 +15,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pdtrain.config import Resolved
+from pdtrain.config.resolved import rebalance_window
 from pdtrain.model.moe import local
 from pdtrain.model.transformer import Transformer
 from pdtrain.parallel.gradients import RowParameters
@@ -80,6 +81,7 @@ class ComputeSide:
         self.senders: dict[int, Sender] = {}
         self.receivers: dict[int, Receiver] = {}
         self._report: dict[str, Any] = {}
+        self.rebalance_every = rebalance_window(resolved.run) if settings.rebalance != "off" else 0
         self.lost_steps = 0  # that the run had reached before, beyond where it is resumed
         self.start = 0  # the version that training starts from
         self.step = 0  # steps done
@@ -253,9 +255,13 @@ class ComputeSide:
         self._needed = self._settled = self.step
         self._obtain(self.parameters, self.step)
 
-    def after(self, step: int, *, save: Mapping[str, Any] | None = None, end: bool = False) -> None:
-        """Tell the update pool what to do after `step`: save a checkpoint, end, or simply go on."""
+    def after(
+        self, step: int, *, save: Mapping[str, Any] | None = None, end: bool | Literal["saved"] = False
+    ) -> None:
+        """Tell the update pool what to do after `step`: save a checkpoint, end (or only if it was saved), or go on."""
         said: dict[str, Any] = {"save": save, "end": end}
+        if self.rebalance_every and (step + 1) % self.rebalance_every == 0:
+            said["measure"] = True
         if self.own.wanted:
             said["keep"] = {"consumed": self.own.consumed, "buffers": self.buffers()}
         body = as_bytes(json.dumps(said).encode())
@@ -271,8 +277,14 @@ class ComputeSide:
         peer = min(self.receivers)
         payload = self.receivers[peer].take(Kind.REPORT, step)
         assert payload is not None
-        answer: dict[str, Any] = json.loads(payload.numpy().tobytes())
-        return answer
+        self._report = json.loads(payload.numpy().tobytes())
+        return self._report
+
+    def pool_report(self, step: int) -> list[list[Any]]:
+        """How busy every update rank was until `step`, where `after(step)` has asked: see `UpdateRank.one_step`."""
+        report = self._report if self._report.get("step") == step else self.report(step)
+        pool: list[list[Any]] = report["pool"]
+        return pool
 
     def newest_report(self) -> dict[str, Any]:
         """The newest answer that is here, without waiting; empty when there is none."""

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from diag.artefacts.pool_records import SETTLING
+from diag.steps.ranks import EXCHANGES, TENSOR_PARALLEL
 from pdtrain.pools.receiving import Receiver
 from pdtrain.pools.sending import Sender
 
 if TYPE_CHECKING:
     from pdtrain.recorder import Recorder
+
+
+#: Steps of which the window of `Journal.take_window` keeps the times.
+MOST_WINDOW = 4096
 
 
 class Journal:
@@ -32,6 +39,8 @@ class Journal:
         self._process = psutil.Process()
         self.last: dict[str, Any] = {}
         """The last `pool_step`."""
+        self._window: deque[tuple[float, float]] = deque(maxlen=MOST_WINDOW)
+        self._own: deque[float] = deque(maxlen=MOST_WINDOW)
 
     def attach(self, recorder: Recorder) -> None:
         """Write to `recorder` from here, and what has waited."""
@@ -127,3 +136,20 @@ class Journal:
             "links": links,
         }
         self.note("pool_step", **self.last)
+        if self.staleness.total() > SETTLING:
+            self._window.append((seconds, self.last["busy_seconds"]))
+
+    def alone(self, modules: Mapping[str, float], *, tensor_parallel: bool) -> None:
+        """Keep what this rank computed without waiting for any other, of its seconds per step and module."""
+        waits = EXCHANGES | (TENSOR_PARALLEL if tensor_parallel else frozenset())
+        own = [seconds for name, seconds in modules.items() if "/" not in name and name not in waits]
+        if own:
+            self._own.append(sum(own))
+
+    def take_window(self) -> tuple[int, float, float, float | None]:
+        """Steps since the last call without the first of a start, and the median seconds: of a step, busy, alone."""
+        rows, own = list(self._window), list(self._own)
+        self._window.clear()
+        self._own.clear()
+        step, busy = (median([row[column] for row in rows] or [0.0]) for column in (0, 1))
+        return len(rows), step, busy, median(own) if own else None

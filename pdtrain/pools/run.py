@@ -150,6 +150,7 @@ class UpdateRank:
         )
         self.layout = layout
         self.rank = rank
+        self.regroups = False  # whether this start ends to go on with another split
 
     def restore(self, resume: Path | Literal["latest"] | None) -> Joined:
         """Restore what is asked for, tell every rank, and connect.
@@ -218,20 +219,30 @@ class UpdateRank:
         """One step, and what is to be done after it; False when the run ends here."""
         after = self.side.run_step()
         wanted, step = after["save"], self.side.step
-        if self.keep is not None and not after["end"]:  # the last step is not kept: what is left then is to save it
+        if self.keep is not None and after["end"] is not True:  # else all that is left is to save it
             with self._span("keep"):
                 self.keep.write(step, after["keep"], self.side.kept())
             self.side.tell_kept()
+        busy = {"pool": self._busy()} if "measure" in after else {}
         if wanted is None:
-            self.side.report(saved=None, problem="", where={})
+            self.side.report(saved=None, problem="", where={}, **busy)
             return not after["end"]
         for name, value in wanted["buffers"].items():
             self.buffers[name].copy_(torch.tensor(value))
         strike(self.side.faults, "checkpoint", step)
         with self._span("checkpoint"):
             saved = self.checkpoints.save(step, wanted["consumed"], wanted["rows"])
-        self.side.report(saved=saved, problem=self.checkpoints.problem, where=self.checkpoints.where)
-        return not after["end"]
+        self.side.report(saved=saved, problem=self.checkpoints.problem, where=self.checkpoints.where, **busy)
+        self.regroups = after["end"] == "saved" and saved
+        return not (self.regroups if after["end"] == "saved" else after["end"])
+
+    def _busy(self) -> list[Any]:
+        """Of every update rank since this was asked last: rank, steps, seconds of a step, busy seconds, state bytes."""
+        pool: list[Any] = [None] * self.layout.update
+        steps, seconds, busy, _ = self.journal.take_window()
+        dist.all_gather_object(pool, (self.rank, steps, seconds, busy, self.side.state_bytes),
+                               group=self.checkpoints.group)
+        return pool
 
     def _span(self, name: str) -> AbstractContextManager[object]:
         recorder = self.journal.recorder

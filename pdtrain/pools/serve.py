@@ -36,4 +36,4 @@ def update(
             going = rank.one_step()
             recorder.log(rank.side.step)
         rank.close()
-        recorder.event("finished", step=rank.side.step)
+        recorder.event("regrouping" if rank.regroups else "finished", step=rank.side.step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -124,11 +124,13 @@ class RemoteCheckpointer:
         """As Checkpointer.due."""
         return self.own.due(step)
 
-    def save(self, step: int, consumed: int, rows: Iterable[str] | None = None) -> bool:
-        """As Checkpointer.save; `rows` None: all of them, and the run ends here."""
+    def save(
+        self, step: int, consumed: int, rows: Iterable[str] | None = None, end: bool | Literal["saved"] | None = None
+    ) -> bool:
+        """As Checkpointer.save; `rows` None: all, and the run ends here; `end` "saved": only if it was saved."""
         chosen = list(rows) if rows is not None else None
         wanted = {"consumed": consumed, "rows": chosen, "buffers": self.side.buffers()}
-        self.side.after(step, save=wanted, end=rows is None)
+        self.side.after(step, save=wanted, end=rows is None if end is None else end)
         self.told = True
         answer = self.side.report(step)
         self.problem = answer["problem"]
