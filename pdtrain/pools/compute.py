@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -255,10 +255,8 @@ class ComputeSide:
         self._needed = self._settled = self.step
         self._obtain(self.parameters, self.step)
 
-    def after(
-        self, step: int, *, save: Mapping[str, Any] | None = None, end: bool | Literal["saved"] = False
-    ) -> None:
-        """Tell the update pool what to do after `step`: save a checkpoint, end (or only if it was saved), or go on."""
+    def after(self, step: int, *, save: Mapping[str, Any] | None = None, end: bool | str = False) -> None:
+        """Tell the update pool what to do after `step`: save a checkpoint, end ("saved": only if it was), or go on."""
         said: dict[str, Any] = {"save": save, "end": end}
         if self.rebalance_every and (step + 1) % self.rebalance_every == 0:
             said["measure"] = True
@@ -274,8 +272,7 @@ class ComputeSide:
 
     def report(self, step: int) -> dict[str, Any]:
         """The update pool's answer to `after(step)`."""
-        peer = min(self.receivers)
-        payload = self.receivers[peer].take(Kind.REPORT, step)
+        payload = self.receivers[min(self.receivers)].take(Kind.REPORT, step)
         assert payload is not None
         self._report = json.loads(payload.numpy().tobytes())
         return self._report
@@ -283,8 +280,7 @@ class ComputeSide:
     def pool_report(self, step: int) -> list[list[Any]]:
         """How busy every update rank was until `step`, where `after(step)` has asked: see `UpdateRank.one_step`."""
         report = self._report if self._report.get("step") == step else self.report(step)
-        pool: list[list[Any]] = report["pool"]
-        return pool
+        return list(report["pool"])
 
     def newest_report(self) -> dict[str, Any]:
         """The newest answer that is here, without waiting; empty when there is none."""
