@@ -23,7 +23,7 @@ from tests.diag.probes.comm_hosts import ended, probe, ring
 from tests.diag.probes.comm_ring import NAMES
 from tests.netns.hosts import Network, missing
 
-#: What Gloo itself does worse than threads over sockets: shown, and no measure of the probe.
+#: Its handshake queues behind data and scatters by 20 %: shown, and no measure of the probe.
 SLOWER = ("all_to_all",)
 #: Seconds of traffic that a shaper keeps: a fabric without losses, as InfiniBand is one.
 QUEUE = 1.0

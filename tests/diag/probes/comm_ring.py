@@ -18,6 +18,7 @@ import numpy as np
 
 PORT = 29777
 REPEATS = 9
+READY, DATA = b"r", b"d"
 NAMES = ("send_recv", "all_reduce", "all_gather", "all_to_all", "broadcast")
 
 
@@ -83,9 +84,36 @@ class Mesh:
             self.exchange(_bytes(parts[(first - step) % self.size]), _bytes(parts[(first - step - 1) % self.size]))
 
     def all_to_all(self, data: np.ndarray, other: np.ndarray) -> None:
+        """Everybody to everybody, in Gloo's order and with its handshake: data leaves when the receiver said it waits,
+        and that word queues behind whatever its host is sending already, to anybody."""
         out, into = np.split(data, self.size), np.split(other, self.size)
-        self.together(*(lambda peer=peer: self.receive(peer, _bytes(into[peer])) for peer in self.peers),
-                      *(lambda peer=peer: self.peers[peer].sendall(_bytes(out[peer])) for peer in self.peers))
+        ready = {peer: threading.Event() for peer in self.peers}
+        busy = {peer: threading.Lock() for peer in self.peers}
+
+        def listen(peer: int) -> None:
+            kind = bytearray(1)
+            for _ in range(2):
+                self.receive(peer, memoryview(kind))
+                if kind == READY:
+                    ready[peer].set()
+                else:
+                    self.receive(peer, _bytes(into[peer]))
+
+        def say(peer: int) -> None:
+            with busy[peer]:
+                self.peers[peer].sendall(READY)
+
+        def give(peer: int) -> None:
+            ready[peer].wait()
+            with busy[peer]:
+                self.peers[peer].sendall(DATA)
+                self.peers[peer].sendall(_bytes(out[peer]))
+
+        moves: list[Callable[[], object]] = [lambda peer=peer: listen(peer) for peer in self.peers]
+        for step in range(1, self.size):
+            after, before = (self.rank + step) % self.size, (self.rank - step) % self.size
+            moves += [lambda peer=after: give(peer), lambda peer=before: say(peer)]
+        self.together(*moves)
 
     def broadcast(self, data: np.ndarray) -> None:
         distance = 1
