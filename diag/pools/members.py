@@ -74,6 +74,8 @@ def lost(job: Job) -> Iterator[Finding]:
     if not reports:
         return
     reports.sort(key=lambda report: report.trouble.time or 0.0)
+    reports = [report for number, report in enumerate(reports)  # who had reported before it went, went because of that
+               if all(earlier.member.rank != report.peer for earlier in reports[:number])]
     if mute := [report for report in reports if report.trouble.first.get("alive") is not True]:
         reports = mute  # who answers, and only waits for others, is not the one
     alive = {report.member.rank for report in reports}
