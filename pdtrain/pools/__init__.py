@@ -4,6 +4,7 @@ message.py   what one message carries, and how it is checked
 links.py     one pair of ranks, one direction; its ends: sending.py, with resend, and receiving.py, with checks
 plan.py      which update rank owns which part of the model, in which buckets it travels
 compute.py   the compute rank's side of the exchange
+feedback.py  gradients as payloads; what that takes from them is added to the next ones
 update.py    the update rank: masters, moments, the step
 matrices.py  whole matrices on their owner, for Muon
 state.py     the update pool's state as a checkpoint sees it

@@ -27,6 +27,7 @@ from pdtrain.model.moe import local
 from pdtrain.model.transformer import Transformer
 from pdtrain.parallel.gradients import RowParameters
 from pdtrain.parallel.shard import units
+from pdtrain.pools.feedback import Feedback
 from pdtrain.pools.journal import Journal
 from pdtrain.pools.links import CLOSED, reason
 from pdtrain.pools.message import DTYPES, Header, Kind, PoolError, Status, as_bytes
@@ -35,7 +36,7 @@ from pdtrain.pools.plan import Bucket, Plan
 from pdtrain.pools.receiving import PLACED, Receiver
 from pdtrain.pools.rejoin import Rejoined
 from pdtrain.pools.sending import Sender
-from pdtrain.pools.wire import decode, encode, thinned
+from pdtrain.pools.wire import decode, encode
 from pdtrain.restart import Restart
 
 if TYPE_CHECKING:
@@ -72,12 +73,9 @@ class ComputeSide:
         self.dtype = DTYPES[settings.payload]
         # Without staleness nobody needs the old weights once there are new ones: these go straight to their place.
         self.places = self.staleness == 0 and not next(model.parameters()).is_cuda
-        self.top_k = settings.top_k
-        self.feeds_back = settings.error_feedback and (self.dtype is not torch.float32 or self.top_k < 1)
-        self._residual: dict[int, Tensor] = {}  # bucket -> what rounding took from the gradients applied so far
-        self._next_residual: dict[int, Tensor] = {}  # the same with the attempt under way
         self.attempts_allowed = settings.resend_limit
         self.buckets = plan.of(rank)
+        self.feedback = Feedback(settings, self.buckets)
         self.senders: dict[int, Sender] = {}
         self.receivers: dict[int, Receiver] = {}
         self._report: dict[str, Any] = {}
@@ -165,7 +163,7 @@ class ComputeSide:
             self.own.begin(consumed)
             self._attempt, self._left_out = 0, False
         self._ready, self._sums, self._micro, self._sent = {}, {}, 0, set()
-        self._next_residual = dict(self._residual)
+        self.feedback.begin()
         self._needed = self.version
         if not self.streams:
             self._obtain(self.parameters, self._needed)
@@ -207,12 +205,6 @@ class ComputeSide:
         self._left_out = verdict == LEFT_OUT
         return True
 
-    def residuals(self) -> list[Tensor]:
-        """What rounding took from the gradients applied so far, one tensor per bucket; empty without error feedback."""
-        if not self.feeds_back:
-            return []
-        return [self._residual.setdefault(bucket.index, torch.zeros(bucket.numel)) for bucket in self.buckets]
-
     def _vote(self, mine: int) -> int:
         if dist.get_world_size(self.group) == 1:
             return mine
@@ -231,7 +223,7 @@ class ComputeSide:
         version = self.version
         self.step += 1
         if not skipped:
-            self._residual = self._next_residual
+            self.feedback.applied()
         why = "" if not skipped else "version" if self._left_out else "non-finite gradient or spike"
         said = {"scales": self.scales, "factors": dict(factors), "lr": lr, "skipped": skipped, "why": why}
         body = as_bytes(json.dumps(said).encode())
@@ -303,7 +295,7 @@ class ComputeSide:
         """`pools` in environment.json."""
         settings = self.resolved.run.pools
         return self.plan.describe(settings.mode, settings.payload, self.staleness, self.dtype.itemsize,
-                                  top_k=self.top_k, state_tensors=self.resolved.state_tensors)
+                                  top_k=settings.top_k, state_tensors=self.resolved.state_tensors)
 
     def measured(self) -> dict[str, tuple[float, str]]:
         """Of the last step, what is reduced over the compute pool at a logging interval: value, operation."""
@@ -355,18 +347,7 @@ class ComputeSide:
     def _send_gradients(self, bucket: Bucket, gradients: list[Tensor]) -> None:
         micro = self._micro if self.each_micro_batch else 0
         header = Header(Kind.GRADIENTS, self.step + 1, self.version, bucket.index, micro, self._attempt)
-        if not self.feeds_back:
-            self._put(bucket, header, encode(gradients, self.dtype, share=True))  # nobody scales them before `drain`
-            return
-        wanted = encode(gradients, torch.float32)
-        if bucket.index in self._next_residual:
-            wanted += self._next_residual[bucket.index]
-        if self.top_k < 1:
-            payload, carried = thinned(wanted, self.top_k, self.dtype)
-        else:
-            carried = (payload := wanted.to(self.dtype)).float()
-        self._next_residual[bucket.index] = wanted - carried
-        self._put(bucket, header, payload)
+        self._put(bucket, header, self.feedback.payload(bucket, gradients))  # nobody scales them before `drain`
 
     def _put(self, bucket: Bucket, header: Header, payload: Tensor) -> None:
         self.senders[bucket.owner].put(header, payload)

@@ -49,7 +49,7 @@ class OwnState:
     def tensors(self) -> list[Tensor]:
         """What the file holds of one version; the residuals are those that the next step adds to."""
         found = [torch.get_rng_state()] if self.jitters else []
-        return found + self.side.residuals()
+        return found + self.side.feedback.residuals()
 
     def restore(self, version: int) -> None:
         """Take what this rank kept of `version`, where it did."""

@@ -219,7 +219,6 @@ class Sender(LinkThread):
         elif answer.status is not Status.OK:
             self._again(message, "version")
 
-
     def _again(self, message: Outgoing, reason: str) -> None:
         header = message.header
         if message.tries > self.end.resend_limit:
