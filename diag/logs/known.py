@@ -90,6 +90,7 @@ def blamed(view: View, items: Iterable[Item]) -> tuple[list[int], list[str], lis
     gpus: set[str] = set()
     pairs: set[int] = set()
     speakers: set[int] = set()  # of lines that name both sides: who speaks was alive
+    waited: set[int] = set()  # that still answered who accuses them, so nobody had gone yet
     who = view.identity
     for item in items:
         if item.rule.id == "duplicate-gpu":
@@ -104,6 +105,7 @@ def blamed(view: View, items: Iterable[Item]) -> tuple[list[int], list[str], lis
             named = [int(n) for key in ("rank", "who") for n in re.findall(r"\d+", groups.get(key, ""))]
             ranks.update(named or ([item.rank] if item.rank is not None else []))
             speakers.update(int(n) for n in re.findall(r"\d+", groups.get("by", "")))
+            waited.update(named if "waited" in groups else ())
         if "tasks" in groups:
             ranks.update(expand_tasks(groups["tasks"]))
         if blames == "gpu" and "gpu" in groups:
@@ -111,7 +113,7 @@ def blamed(view: View, items: Iterable[Item]) -> tuple[list[int], list[str], lis
             ranks.update(who.gpu_ranks(groups["gpu"], host))
         if host is not None and blames in ("rank", "host", "gpu", "reporter"):
             hosts.add(host)
-    ranks = ranks - speakers or ranks
+    ranks = ranks - speakers or waited or ranks
     if not pairs and is_everybody(view, ranks):
         return [], (sorted(hosts) if len(hosts) == 1 and not who.one_host() else []), sorted(gpus)
     ranks |= pairs

@@ -174,5 +174,6 @@ def test_torchrun_starts_dead_ranks_again_too(tmp_path: Path, whole: dict[int, f
                faults=[{"kind": "kill", "rank": 2, "step": 4}], start=start)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "run") == whole and not list((tmp_path / "keep").iterdir())
-    assert found_by("pools", tmp_path / "run")["pool_restarted"]["numbers"]["lost_steps"] == 0
+    # whether the step in which it died was kept is a race, as above: one step at most is computed again
+    assert found_by("pools", tmp_path / "run")["pool_restarted"]["numbers"]["lost_steps"] in (0, 1)
 
