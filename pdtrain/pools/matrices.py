@@ -18,33 +18,40 @@ if TYPE_CHECKING:
     from pdtrain.pools.update import OwnedBucket
 
 
+#: Number of the bucket, piece, master.
+Part = tuple[int, Piece, nn.Parameter]
+
+
 class Matrices:
     """The matrices among the pieces of `owned`, the buckets of one rank in the order in which they are applied."""
 
     def __init__(self, owned: Sequence[OwnedBucket]) -> None:
         self.owned = owned
-        self._parts: dict[Key, list[tuple[int, Piece, nn.Parameter]]] = {}
+        held: dict[Key, list[Part]] = {}
         for number, bucket in enumerate(owned):
             if isinstance(bucket.optimizer, MuonAdamW):
                 for piece, master in bucket.pieces():
                     if bucket.optimizer.takes(master):
-                        self._parts.setdefault(matrix_of(piece), []).append((number, piece, master))
-        self._last = {key: max(number for number, _, _ in parts) for key, parts in self._parts.items()}
-        whole = [0] * len(owned)  # by bucket: the last bucket that its matrices wait for
-        for key, parts in self._parts.items():
+                        held.setdefault(matrix_of(piece), []).append((number, piece, master))
+        self._complete: list[list[list[Part]]] = [[] for _ in owned]  # by bucket: matrices whose last part it holds
+        whole = list(range(len(owned)))  # by bucket: the last one that it, or a matrix with a part in it, waits for
+        for parts in held.values():
+            last = parts[-1][0]
+            self._complete[last].append(parts)
             for number, _, _ in parts:
-                whole[number] = max(whole[number], self._last[key])
-        self._whole = [max(number, last) for number, last in enumerate(whole)]
+                whole[number] = max(whole[number], last)
+        self._done: list[list[OwnedBucket]] = [[] for _ in owned]
+        for bucket, last in zip(owned, whole, strict=True):
+            self._done[last].append(bucket)
 
     @torch.no_grad()
     def after(self, number: int) -> list[OwnedBucket]:
         """Bucket `number` was applied: step the matrices that are complete with it; the buckets that are now done."""
-        for key, last in self._last.items():
-            if last == number:
-                self._step(self._parts[key])
-        return [bucket for bucket, last in zip(self.owned, self._whole, strict=True) if last == number]
+        for parts in self._complete[number]:
+            self._step(parts)
+        return self._done[number]
 
-    def _step(self, parts: list[tuple[int, Piece, nn.Parameter]]) -> None:
+    def _step(self, parts: list[Part]) -> None:
         first = parts[0][1]
         stack = first.shape if len(first.shape) == 2 else (first.local[0], *first.shape[1:])
         whole = torch.empty(stack)
