@@ -213,15 +213,15 @@ def block(
     else:
         kept_ffn, dropped_ffn = moe_layer(setup, inventory)
     if policy in ("full", "op"):
-        kept_input = setup.local_tokens * model.hidden * setup.itemsize("attention")
-        kept = kept_input if policy == "full" else _by_operation(setup, dense=dense)
+        entering = setup.local_tokens * model.hidden * setup.itemsize("attention")
+        kept = entering if policy == "full" else _by_operation(setup, dense=dense)
         return Kept(kept, 0.0, 0.0, again=max(0.0, norms + kept_attention + kept_ffn - kept))
     dropped_attention = kept_attention - short_attention if setup.recompute("attention") == "full" else 0.0
     again = max(dropped_attention, dropped_ffn)
     if setup.options.drop:
         whole = undropped(setup)
-        kinds = [dense_ffn(whole, inventory)[0] - kept_ffn] if dense else [moe_layer(whole, inventory)[0] - kept_ffn]
-        again = max(again, attention(whole, device, inventory)[0] - kept_attention, *kinds)
+        ffn = dense_ffn(whole, inventory)[0] if dense else moe_layer(whole, inventory)[0]
+        again = max(again, attention(whole, device, inventory)[0] - kept_attention, ffn - kept_ffn)
     return Kept(norms, kept_attention - dropped_attention, kept_ffn - dropped_ffn, again)
 
 
