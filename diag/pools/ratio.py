@@ -21,6 +21,11 @@ BALANCED_POINTS = 20.0
 WORTH = 0.02
 
 
+def split_words(split: tuple[int, int]) -> str:
+    """`4 + 2`: compute ranks, then update ranks."""
+    return f"{split[0]} + {split[1]}"
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """Ranks of both pools, and seconds per step: what one rank of each is busy for (mean), and the step."""
@@ -58,8 +63,8 @@ class Split:
 
     @property
     def text(self) -> str:
-        """"4 + 2": compute ranks, then update ranks."""
-        return f"{self.compute} + {self.update}"
+        """See `split_words`."""
+        return split_words((self.compute, self.update))
 
     @property
     def work_ratio(self) -> float:

@@ -10,6 +10,7 @@ from diag.artefacts.pool_records import Link, Regrouping
 from diag.artefacts.run_events import regroups
 from diag.pools.exchange import bytes_per_step, exposed, pairs_of, resent
 from diag.pools.gather import COMPUTE, UPDATE, Job, Member
+from diag.pools.ratio import split_words
 from diag.pools.versions import histogram
 from diag.report.model import size
 from diag.schema import Finding, Where
@@ -48,20 +49,16 @@ def side_by_side(job: Job) -> Finding:
             "step_seconds": job.step_seconds, "resent_share": round(resent(job), 5),
             "bytes_up": sent["up"], "bytes_down": sent["down"],
             "bytes_up_expected": _told(job, "bytes_up"), "bytes_down_expected": _told(job, "bytes_down"),
-            "regroupings": [{"after_step": made.step, "from": _words(made.before), "to": _words(made.after),
+            "regroupings": [{"after_step": made.step, "from": split_words(made.before), "to": split_words(made.after),
                              "seconds": made.seconds, "failed": made.failed, "why": made.why}
                             for made in job.regroupings],
             "directory": job.directory,
         })
 
 
-def _words(split: tuple[int, int]) -> str:
-    return f"{split[0]} + {split[1]}"
-
-
 def _regrouping(job: Job, made: Regrouping) -> str:
     """A change of the split, as a fact."""
-    what = f"after step {made.step:,} it went from {_words(made.before)} to {_words(made.after)} ranks"
+    what = f"after step {made.step:,} it went from {split_words(made.before)} to {split_words(made.after)} ranks"
     if made.failed:
         return f"{what}, which did not start, and back"
     if made.seconds is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from diag.pools.ratio import split_words
 from pdtrain.config.resolved import Resolved, rebalance_window
 from pdtrain.config.schema import MODULES
 from pdtrain.parallel.layout import Layout
@@ -102,7 +103,7 @@ def _pools(resolved: Resolved) -> Iterator[str]:
         does = "starts the ranks again with another split" if again["mode"] == "auto" else "says which split is better"
         when = ", ".join(f"{step:,}" for step in again["after_steps"][:MOST_SHOWN])
         when = f"after steps {when}{', ...' if len(again['after_steps']) > MOST_SHOWN else ''}" if when else "never"
-        others = [f"{c} + {u}" for c, u in again["splits"] if (c, u) != (resolved.ranks, resolved.update_ranks)]
+        others = [split_words((c, u)) for c, u in again["splits"] if (c, u) != (resolved.ranks, resolved.update_ranks)]
         what = f"splits that layout and batch allow: {', '.join(others[:MOST_SHOWN])}" if others else \
             "layout and batch allow no other split"
         yield (

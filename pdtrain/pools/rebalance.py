@@ -19,6 +19,7 @@ import torch.distributed as dist
 from diag.pools.balance import verdict
 from diag.pools.gather import COMPUTE, UPDATE
 from diag.pools.legal import command
+from diag.pools.ratio import split_words
 from diag.pools.rebalance import Change, Measured, Proposal, propose
 from pdtrain.config.resolved import LEAST_WINDOW
 from pdtrain.pools.compute import ComputeSide
@@ -29,7 +30,6 @@ from pdtrain.pools.regroup import (
     read_book,
     regrouped,
     split_of,
-    words,
     write_book,
 )
 from pdtrain.pools.state import RemoteCheckpointer
@@ -77,7 +77,7 @@ class Rebalance:
     def _tell_cost(self, move: Move) -> None:
         seconds = time.time() - move.began
         self.cost = seconds
-        before, after = words(move.before), words(move.after)
+        before, after = split_words(move.before), split_words(move.after)
         self.instruments.recorder.event(
             "pool_regrouped", step=move.step, before=list(move.before), after=list(move.after), why=move.why,
             seconds=round(seconds, 3), failed=move.failed,

@@ -19,6 +19,7 @@ import msgspec
 
 from diag.errors import UsageError
 from diag.pools.legal import Limits
+from diag.pools.ratio import split_words
 from pdtrain.config import Run, to_toml
 from pdtrain.config.resolved import fill
 from pdtrain.config.rules import check
@@ -74,11 +75,6 @@ def write_book(run_dir: Path, book: Book) -> None:
 def split_of(run: Run) -> tuple[int, int]:
     """(compute, update) ranks."""
     return run.parallel.ranks, run.pools.update_ranks
-
-
-def words(split: tuple[int, int]) -> str:
-    """`3 + 1`: compute ranks, then update ranks."""
-    return f"{split[0]} + {split[1]}"
 
 
 def limits_of(run: Run, micro_batch: int | None = None) -> Limits:
@@ -152,11 +148,11 @@ class Relaunch:
             return None
         other = regrouped(self.run, *move.after, book.micro_batch)
         if other is None:
-            raise UsageError(f"{self.run_dir / FILE} asks for {words(move.after)} ranks, which do not fit the run; "
-                             "go on with --resume")
+            raise UsageError(f"{self.run_dir / FILE} asks for {split_words(move.after)} ranks, which do not fit the "
+                             "run; go on with --resume")
         self._before, self.run = self.run, other
-        print(f"pdtrain: regrouping the pools: {words(move.before)} -> {words(move.after)} (compute + update), "
-              f"{sum(move.after)} ranks start again after step {move.step}", file=sys.stderr)
+        print(f"pdtrain: regrouping the pools: {split_words(move.before)} -> {split_words(move.after)} (compute + "
+              f"update), {sum(move.after)} ranks start again after step {move.step}", file=sys.stderr)
         config = self._config()
         book.done.append(move)
         self._write(book)
@@ -169,8 +165,8 @@ class Relaunch:
             return None
         move = book.done[-1]
         self.run, self._before = self._before, None
-        print(f"pdtrain: {words(move.after)} ranks did not come as far as their first step; going back to "
-              f"{words(move.before)}", file=sys.stderr)
+        print(f"pdtrain: {split_words(move.after)} ranks did not come as far as their first step; going back to "
+              f"{split_words(move.before)}", file=sys.stderr)
         config = self._config()
         move.failed = True
         self._write(book)
