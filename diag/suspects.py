@@ -15,6 +15,7 @@ from typing import Literal
 from diag.artefacts.expert_weights import ExpertWeights
 from diag.artefacts.metrics import MetricsLog
 from diag.artefacts.run_config import RunConfig
+from diag.learning_rate import largest_jump
 
 Verdict = Literal["likely", "possible", "unlikely", "unknown"]
 
@@ -22,8 +23,8 @@ Verdict = Literal["likely", "possible", "unlikely", "unknown"]
 AUX_START, AUX_MAX = 0.01, 0.1
 #: Peak learning rates above this are unusual for a router trained with AdamW.
 HIGH_LR = 1e-3
-#: The learning rate rose this many times from one record to the next, at most so many steps before the onset or after.
-LR_JUMP, LR_NEAR = 3.0, 50
+#: What the learning rate and the data did counts at most so many steps before the onset or after.
+NEAR = 50
 #: Share of passages read before around the onset from which the data are a likely reason.
 REPEATED = 0.3
 #: Median cosine between experts from which they began as copies; below the other, they differ.
@@ -118,14 +119,12 @@ def _learning_rate(log: MetricsLog, config: RunConfig | None, onset: int | None)
 
 
 def lr_jump(log: MetricsLog, onset: int | None) -> tuple[int, float] | None:
-    """(step, factor) of the largest sudden rise of the learning rate near the onset. Warm-up rises too, but gently."""
+    """(step, factor) of the largest leap of the learning rate near the onset."""
     series = log.series.get("lr")
     if series is None or onset is None:
         return None
-    points = [(s, v) for s, v in zip(series.steps, series.values, strict=True)]
-    rises = [(s, v / before) for (_, before), (s, v) in zip(points[10:], points[11:])
-             if before > 0 and abs(s - onset) <= LR_NEAR and v >= LR_JUMP * before]
-    return max(rises, key=lambda item: item[1], default=None)
+    near = (place for place, step in enumerate(series.steps) if abs(step - onset) <= NEAR)
+    return largest_jump(series.steps, series.values, near)
 
 
 def _growth(log: MetricsLog, onset: int | None) -> float | None:
@@ -164,7 +163,7 @@ def _data(log: MetricsLog, onset: int | None) -> Suspect:
     series = log.series.get("data_repeated")
     if series is None or onset is None:
         return Suspect("data", "unknown", "not visible in metrics; look at the documents of the onset step")
-    near = [v for s, v in zip(series.steps, series.values, strict=True) if abs(s - onset) <= LR_NEAR and v == v]
+    near = [v for s, v in zip(series.steps, series.values, strict=True) if abs(s - onset) <= NEAR and v == v]
     if not near:
         return Suspect("data", "unknown", "repetition was not measured around the onset")
     share = median(near)

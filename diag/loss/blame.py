@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from diag.learning_rate import largest_jump
 from diag.loss.baseline import scatter, trend
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ LEAD_POINTS = 10
 HISTORY = 60
 #: A learning rate that changes by more than this share around the onset is worth saying.
 LR_CHANGE = 0.2
-#: One that rose so many times from a record to the next, not among the first of the run, is a broken schedule.
-LR_JUMP, LR_JUMP_AFTER = 3.0, 10
 
 
 @dataclass(slots=True)
@@ -110,14 +109,7 @@ def lr_jump(run: Run, step: int) -> tuple[int, float] | None:
     if column is None:
         return None
     stop = int(np.searchsorted(column.steps, step, side="right"))
-    first = max(stop - LEAD_POINTS, LR_JUMP_AFTER)
-    before, after = column.values[first - 1 : stop - 1], column.values[first:stop]
-    if not len(after) or len(before) != len(after):
-        return None
-    with np.errstate(divide="ignore", invalid="ignore"):
-        factor = np.where(before > 0, after / before, 0.0)
-    place = int(np.argmax(factor))
-    return (int(column.steps[first + place]), float(factor[place])) if factor[place] >= LR_JUMP else None
+    return largest_jump(column.steps, column.values, range(stop - LEAD_POINTS, stop))  # type: ignore[arg-type]
 
 
 def norms_moved(run: Run, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
