@@ -7,13 +7,13 @@ compute ranks get its weights like those of a checkpoint. Where there is none, a
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 from torch import Tensor
 
@@ -97,7 +97,7 @@ def has_begun(run_dir: Path) -> bool:
     restart = Restart.from_environment()
     if not restart.count:
         return False
-    launch = json.dumps({"launch": restart.launch})[1:-1].replace(": ", ":").encode()
+    launch = msgspec.json.encode({"launch": restart.launch})[1:-1]  # as events are written
     try:
         with (run_dir / "events" / "rank_0.jsonl").open("rb") as stream:
             return any(row.startswith(b'{"event":"pool"') and launch in row for row in stream)
