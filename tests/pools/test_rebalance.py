@@ -20,11 +20,12 @@ from pdtrain.config import Run, read_run, resolve
 from pdtrain.pools.regroup import FILE, VARIABLE, Book, Move, Relaunch, read_book, regrouped, splits, write_book
 from tests.commands.test_train_job import OUTSIDE, PDTRAIN, SMALL
 from tests.diag.helpers import pdtrain
+from tests.planting import plant_modules
 
 #: What the pools are said to measure, by split: seconds of a step, busy seconds of a rank of each pool. Nothing else is
 #: made up: the rule, the checkpoint, the end and the start are real.
 PLANT = """
-import importlib.abc, importlib.util, os, sys
+import os
 from dataclasses import replace
 MEASURED = {(2, 2): (940.0, 900.0, 375.0), (3, 1): (690.0, 640.0, 675.0)}
 
@@ -46,25 +47,11 @@ def manifest(module):
 def step(module):
     raise SystemExit("planted: does not start")
 
-WHICH = {"pdtrain.pools.rebalance": rebalance}
+PLANTS = {"pdtrain.pools.rebalance": rebalance}
 if os.environ.get("PLANT_FULL_DISK"):
-    WHICH["pdtrain.checkpoint.manifest"] = manifest
+    PLANTS["pdtrain.checkpoint.manifest"] = manifest
 if os.environ.get("PLANT_NO_START") and os.environ.get("PDTRAIN_POOL_LAUNCHER") == "regrouped":
-    WHICH["pdtrain.step"] = step
-
-class Planter(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        plant = WHICH.get(name)
-        if plant is None:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        sys.meta_path.insert(0, self)
-        run = spec.loader.exec_module
-        spec.loader.exec_module = lambda module: (run(module), plant(module))
-        return spec
-
-sys.meta_path.insert(0, Planter())
+    PLANTS["pdtrain.step"] = step
 """
 CONFIG = (SMALL.replace("{tensor = 2}", "{tensor = 1}").replace("{expert = 2}", "{expert = 1}")
           .replace("train_batch = 4", "train_batch = 6").replace("micro_batch = 2", "micro_batch = 1")
@@ -75,7 +62,7 @@ CONFIG = (SMALL.replace("{tensor = 2}", "{tensor = 1}").replace("{expert = 2}", 
 
 def words(folder: Path, *more: str) -> list[str]:
     (folder / "run.toml").write_text(CONFIG)
-    (folder / "sitecustomize.py").write_text(PLANT)
+    plant_modules(folder, PLANT)
     return ["train", "run.toml", "--nproc", "4", *more]
 
 

@@ -14,10 +14,11 @@ pytest.importorskip("torch")
 
 from tests.commands.test_train_job import OUTSIDE, PDTRAIN, SMALL
 from tests.diag.helpers import pdtrain
+from tests.planting import plant_modules
 
 #: Work that takes its time without a processor: so much per sequence on compute ranks, and per step over all the state.
 PLANT = """
-import importlib.abc, importlib.util, os, sys, time
+import os, time
 PER_SEQUENCE, PER_STEP = (float(text) for text in os.environ["PLANTED_SECONDS"].split())
 
 def update(module):
@@ -37,19 +38,7 @@ def step(module):
         return read(self, *rest)
     module.TrainStep._micro_batch = micro_batch
 
-class Planter(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        plant = {"pdtrain.pools.update": update, "pdtrain.step": step}.get(name)
-        if plant is None:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        sys.meta_path.insert(0, self)
-        run = spec.loader.exec_module
-        spec.loader.exec_module = lambda module: (run(module), plant(module))
-        return spec
-
-sys.meta_path.insert(0, Planter())
+PLANTS = {"pdtrain.pools.update": update, "pdtrain.step": step}
 """
 SEPARATED = (SMALL.replace("{tensor = 2}", "{tensor = 1}").replace("{expert = 2}", "{expert = 1}")
              .replace("layers = 2", "layers = 1\ndense_layers = 1").replace("ranks = 2", "ranks = 2\nfsdp = false")
@@ -84,7 +73,7 @@ def test_the_recommended_ratio_measures_within_twenty_points(
     """Out of balance as planted, told the split that evens it out, and even when that is run."""
     if os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
         pytest.skip("the processors are taken by others: what the ranks really compute outweighs what was planted")
-    (tmp_path / "sitecustomize.py").write_text(PLANT)
+    plant_modules(tmp_path, PLANT)
     seconds = {"PYTHONPATH": str(tmp_path), "PLANTED_SECONDS": " ".join(map(str, planted))}
     assert train(tmp_path, "first", *first, mode=mode, **seconds) == 0
     one = imbalance(pdtrain("diag", "pools", tmp_path / "first", "--json").json())
