@@ -47,9 +47,9 @@ def _dialect(head: bytes) -> tuple[str, list[str]] | None:
 def _number(cell: str, *, comma: bool = False) -> float | None:
     """The number in a cell; with `comma` a decimal comma counts too, as spreadsheets of half of Europe write it."""
     try:
-        return float(cell.replace(",", ".") if comma and _DECIMAL_COMMA.fullmatch(cell) else cell)
+        return float(cell)
     except ValueError:
-        return None
+        return float(cell.replace(",", ".")) if comma and _DECIMAL_COMMA.fullmatch(cell) else None
 
 
 def sniff(head: bytes, name: str) -> float:
