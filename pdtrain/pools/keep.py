@@ -137,8 +137,8 @@ class Keep:
     def forget_beyond(self, version: int) -> None:
         """Wipe what is newer than `version`: the run goes on from there."""
         for slot in (0, 1):
-            held = self._whole(slot)
-            if held is None or held > version:
+            mark = self._mark(slot)
+            if mark is None or mark[0] > version:
                 start = PAGE + slot * self._slot
                 self._map[start : start + PAGE] = bytes(PAGE)
 
@@ -168,14 +168,19 @@ class Keep:
         digest.update(whole[start + self._text : start + self._slot - PAGE])
         return digest.intdigest()
 
-    def _whole(self, slot: int) -> int | None:
+    def _mark(self, slot: int) -> tuple[int, int, int] | None:
+        """Version, length of the text and checksum, where the slot has a mark that makes sense."""
         start = PAGE + slot * self._slot
         packed = self._map[start : start + MARK.size]
         version, length, checksum = MARK.unpack(packed)
         (crc,) = struct.unpack_from("<I", self._map, start + MARK.size)
         if not checksum or crc != zlib.crc32(packed) or version % 2 != slot or length > self._text:
             return None
-        return int(version) if self._checksum(version, length) == checksum else None
+        return version, length, checksum
+
+    def _whole(self, slot: int) -> int | None:
+        mark = self._mark(slot)
+        return mark[0] if mark is not None and self._checksum(*mark[:2]) == mark[2] else None
 
 
 def _aligned(size: int) -> int:
