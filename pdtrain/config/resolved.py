@@ -99,7 +99,7 @@ class Resolved:
     @property
     def staleness_bound(self) -> int:
         """`pools.staleness`, or its default."""
-        return STALENESS if self.run.pools.staleness is None else self.run.pools.staleness
+        return staleness_bound(self.run)
 
     @property
     def staleness(self) -> int:
@@ -118,6 +118,11 @@ class Resolved:
 def takes_muon(run: Run, row: str, dimensions: int) -> bool:
     """See Resolved.muon."""
     return run.optimizer.name == "muon" and row in MUON_ROWS and dimensions >= 2
+
+
+def staleness_bound(run: Run) -> int:
+    """See Resolved.staleness_bound."""
+    return STALENESS if run.pools.staleness is None else run.pools.staleness
 
 
 def stage_ranks(run: Run) -> int:

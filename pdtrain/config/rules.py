@@ -22,7 +22,7 @@ from pdtrain.config.layout_rules import (
     tensor_divides_widths,
 )
 from pdtrain.config.mistakes import UNKNOWN, Mistake, UnknownValue, around, divisors
-from pdtrain.config.resolved import FP32_ROWS, LEAST_WINDOW, STALENESS, rebalance_window
+from pdtrain.config.resolved import FP32_ROWS, LEAST_WINDOW, rebalance_window, staleness_bound
 from pdtrain.config.schema import MODULES, Run
 from pdtrain.pools.plan import INDEX_BYTES
 
@@ -238,7 +238,7 @@ def kept_state_is_used(run: Run) -> Iterator[Mistake]:
 
 def stale_weights_are_meant(run: Run) -> Iterator[Mistake]:
     pools = run.pools
-    staleness = STALENESS if pools.staleness is None else pools.staleness
+    staleness = staleness_bound(run)
     if pools.mode != "async":
         if pools.staleness is not None and pools.on_mismatch != "accept":
             yield Mistake(
