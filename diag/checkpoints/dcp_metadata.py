@@ -133,7 +133,7 @@ def digest_bytes(data: bytes, _: str) -> bytes:
 def digest(data: bytes, *, scanned: bool) -> Digest:
     """What the pickle `data` says. Raises `ArtefactError` when it is damaged, hostile or no DCP metadata."""
     allow = Inert(known_globals() | _CLASSES)
-    # Safe on a stranger's file: it resolves nothing but the inert stand-ins of `allow`, within limits.
+    # Safe on a stranger's file: it resolves nothing but plain types and the inert stand-ins of `allow`, within limits.
     value = restricted_pickle.load(data, allow=allow, limits=_PICKLE, scanned=scanned)
     if not isinstance(value, _Metadata):
         raise ArtefactError("is a pickle, but not the metadata of a distributed checkpoint")

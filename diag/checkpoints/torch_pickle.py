@@ -200,5 +200,5 @@ def persistent(pid: Any) -> StorageRef:
 def load(data: bytes) -> tuple[Any, set[str]]:
     """The object of a data.pkl, and the names of the classes that stand-ins were given for. Raises `ArtefactError`."""
     allow = Inert(known_globals())
-    # Safe on a stranger's file: it resolves nothing but the inert stand-ins of `allow`, within limits.
+    # Safe on a stranger's file: it resolves nothing but plain types and the inert stand-ins of `allow`, within limits.
     return restricted_pickle.load(data, allow=allow, persistent=persistent, limits=LIMITS), allow.seen
