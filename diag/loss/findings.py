@@ -103,7 +103,7 @@ def _course(run: Run, positive: Column, *, begun: bool, main: bool) -> list[Seen
             found.append(_resume_drop(run, positive, *drop))
     if found or begun or not main or not _meant_to_fall(run, positive):
         return found
-    if (risen := signals.climb(positive.values)) is not None:
+    if (risen := signals.climb(positive.values) or signals.settled(positive.values)) is not None:
         return [_climbed(run, positive, risen)]
     if (stuck := signals.above_best(positive.values)) is not None:
         return [_above_best(run, positive, *stuck)]

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from diag.series import Column, Run
 
     Floats = npt.NDArray[np.float64]
+    Ints = npt.NDArray[np.int64]
 
 #: Points in a window whose median is compared; windows that follow the best one: a rise and not a jump.
 WINDOW = 9
@@ -25,6 +26,8 @@ GROWTH = 20.0
 RISE_SHARE = 0.2
 #: ... and so many times the scatter between neighbours.
 RISE_SIGMA = 6.0
+#: A loss that had fallen by this share, and went up by it again to stay: other data alone move it less.
+SETTLED_SHARE = 0.5
 #: A loss that climbed by `RISE_SHARE` within a run of so many points, has been above its early best ever since by the
 #: first of these shares, and ends above it by the second, has not recovered. Levels are medians: 4 scatters will do.
 ABOVE_POINTS, ABOVE_SIGMA, ABOVE_SHARE, END_SHARE = 36, 4.0, 0.05, 0.08
@@ -147,6 +150,26 @@ def climb(values: Floats) -> Signal | None:
     return Signal(_onset(values, best, low + max(3.0 * noise, 0.05 * low)), low, high)
 
 
+def settled(values: Floats) -> Signal | None:
+    """A loss that had fallen, rose too gently for a jump, and has stayed up there since, however it got there."""
+    found = _levels(values)
+    if found is None:
+        return None
+    starts, levels, least = found
+    best = int(np.argmin(levels))
+    since = levels[best:]
+    if len(since) < least:
+        return None
+    low, last = float(levels[best]), float(np.median(since[-max(len(since) // 4, 1) :]))
+    noise = 1.4826 * float(np.median(np.abs(np.diff(values)))) / np.sqrt(2.0)
+    if low < LEAST_LOSS or last < low * (1 + SETTLED_SHARE) or last - low < RISE_SIGMA * noise or \
+            float(levels[: best + 1].max()) < low * (1 + SETTLED_SHARE) or \
+            float(since[-max(len(since) // 3, 1) :].min()) < (low + last) / 2:
+        return None
+    index = int(starts[best])
+    return Signal(_onset(values, index, low + max(3.0 * noise, 0.05 * low)), low, last)
+
+
 def above_best(values: Floats) -> tuple[Signal, float] | None:
     """A loss whose best level lies in the first two fifths of the run: (signal, highest level since)."""
     n = len(values)
@@ -181,8 +204,8 @@ def growth(values: Floats) -> Signal | None:
     return Signal(int(places[_onset(values[keep], best, 2.0 * low)]), low, high)
 
 
-def _climb(values: Floats) -> tuple[int, float, float] | None:
-    """(index, level) of the best window and the last level, when the quarters between them lead up."""
+def _levels(values: Floats) -> tuple[Ints, Floats, int] | None:
+    """(first index, median) of each window, and how many windows must follow the best one; None: too few points."""
     n = len(values)
     if n < WINDOW + LEAST_AFTER:
         return None
@@ -197,6 +220,15 @@ def _climb(values: Floats) -> tuple[int, float, float] | None:
         starts = np.arange(MEDIANS) * width
         levels = np.median(values[: MEDIANS * width].reshape(MEDIANS, width), axis=1)
         least = 8
+    return starts, levels, least
+
+
+def _climb(values: Floats) -> tuple[int, float, float] | None:
+    """(index, level) of the best window and the last level, when the quarters between them lead up."""
+    found = _levels(values)
+    if found is None:
+        return None
+    starts, levels, least = found
     best = int(np.argmin(levels))
     rest = levels[best:]
     if len(rest) < least:

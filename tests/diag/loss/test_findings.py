@@ -61,6 +61,22 @@ def test_a_slow_climb_has_no_jump_and_is_a_divergence_all_the_same() -> None:
     assert finding.cause == "loss_divergence" and finding.numbers["climbed"]
 
 
+@pytest.mark.parametrize("tau", [30, 100, 200])
+def test_a_rise_too_gentle_for_a_jump_that_has_ended_high_is_a_divergence(tau: int) -> None:
+    loss = healthy(1500)
+    loss[900:] *= np.exp(0.7 * (1 - np.exp(-np.arange(600) / tau)))
+    finding = only(run_of(loss=loss))
+    assert (finding.cause, finding.severity) == ("loss_divergence", "error")
+    assert 900 <= finding.where.step <= 900 + tau
+
+
+def test_other_data_that_move_the_loss_are_no_divergence() -> None:
+    loss = healthy(1500)
+    loss[700:] *= np.exp(0.3 * (1 - np.exp(-np.arange(800) / 100)))
+    loss[1100:] *= np.exp(-0.2 * (1 - np.exp(-np.arange(400) / 100)))
+    assert not [f for f in findings_of(run_of(loss=loss)) if f.severity != "info"]
+
+
 def test_a_jump_at_a_resume_is_one_of_the_resume() -> None:
     loss = healthy()
     loss[400:] *= np.exp(0.3 * np.exp(-np.arange(200) / 30))
