@@ -28,7 +28,7 @@ LAST_SPANS = 64
 MAX_LINE_BYTES = 1 << 20
 MAX_NAMES = 10_000
 MAX_STEP = 1 << 53
-_LINE = re.compile(rb'\s*\{"(?:event|span)":"|\s*\{"times":\{')
+_LINE = re.compile(rb'\s*\{\s*"(?:(?:event|span)"\s*:\s*"|times"\s*:\s*\{)')
 _RANK = re.compile(r"rank[_-]?(\d{1,7})")
 
 
