@@ -16,7 +16,8 @@ ENVIRONMENT = b'{"time": 1.0, "versions": {"torch": "2.13.0"}, "host": {"name": 
 
 @pytest.mark.parametrize("module, name, data", [
     (run_config, "config.toml", config().encode()), (run_environment, "environment.json", ENVIRONMENT),
-    (run_events, "rank_3.jsonl", EVENTS), (run_events, "rank_3.jsonl", EVENTS.replace(b":", b" : ").replace(b",", b", ")),
+    (run_events, "rank_3.jsonl", EVENTS),
+    (run_events, "rank_3.jsonl", EVENTS.replace(b":", b" : ").replace(b",", b", ")),
 ])
 def test_each_file_is_recognised_by_content(module, name: str, data: bytes) -> None:
     assert recognise(memory_source(data, name)) is module
