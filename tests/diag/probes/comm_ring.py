@@ -1,8 +1,8 @@
 """Collectives over plain sockets, as an independent measure: `python -m tests.diag.probes.comm_ring RANK BYTES HOST...`
 
 Prints the seconds of each of some repetitions of every exchange, as JSON. They send what Gloo's algorithms send: a ring
-for send_recv, all_reduce (reduce-scatter, then all-gather) and all_gather, everybody to everybody for all_to_all, a
-binomial tree for broadcast. BYTES as nccl-tests counts them.
+for send_recv, all_reduce (reduce-scatter, then all-gather) and all_gather, a whole all_reduce for reduce_scatter,
+everybody to everybody for all_to_all, a binomial tree for broadcast. BYTES as nccl-tests counts them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Callable
 import numpy as np
 
 PORT = 29777
-REPEATS = 9
+REPEATS = 15
 READY, DATA = b"r", b"d"
-NAMES = ("send_recv", "all_reduce", "all_gather", "all_to_all", "broadcast")
+NAMES = ("send_recv", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 
 class Mesh:
@@ -134,8 +134,13 @@ def main(rank: int, size: int, addresses: list[str]) -> None:
     data, other = np.zeros(size // 4, np.float32), np.zeros(size // 4, np.float32)
     scratch = np.zeros(size // 4 // mesh.size, np.float32)
     runs: tuple[Callable[[], object], ...] = (
-        lambda: mesh.exchange(_bytes(data), _bytes(other)), lambda: mesh.all_reduce(data, scratch),
-        lambda: mesh.all_gather(data), lambda: mesh.all_to_all(data, other), lambda: mesh.broadcast(data))
+        lambda: mesh.exchange(_bytes(data), _bytes(other)),
+        lambda: mesh.all_reduce(data, scratch),
+        lambda: mesh.all_gather(data),
+        lambda: mesh.all_reduce(data, scratch),
+        lambda: mesh.all_to_all(data, other),
+        lambda: mesh.broadcast(data),
+    )
     found = {}
     for name, run in zip(NAMES, runs, strict=True):
         mesh.barrier()
