@@ -126,8 +126,9 @@ def main() -> None:
         for mode in options.modes.split(","):
             for row in train(folder, options, mode):
                 rows.append(row)
-                print(f"{mode:8} rank {row['rank']} {row['role']:8} peak {row['peak_bytes'] / 1e6:,.0f} MB, optimizer "
-                      f"state {(row['state_bytes'] or 0) / 1e6:,.0f} MB", file=sys.stderr, flush=True)
+                state = "" if row["state_bytes"] is None else f", optimizer state {row['state_bytes'] / 1e6:,.0f} MB"
+                print(f"{mode:8} rank {row['rank']} {row['role']:8} peak {row['peak_bytes'] / 1e6:,.0f} MB{state}",
+                      file=sys.stderr, flush=True)
         done = subprocess.run([sys.executable, "-m", "pdtrain.cli", "train", str(folder / f"{rows[-1]['mode']}.toml"),
                                "--dry-run", "--json"], check=True, capture_output=True, text=True,
                               env=os.environ | {"PYTHONPATH": str(ROOT)})
