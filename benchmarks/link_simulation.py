@@ -38,6 +38,7 @@ class Fabric:
     pairs: dict[tuple[int, int], float] = field(default_factory=dict)
     at_times: float = 1.0
     dead: frozenset[int] = frozenset()
+    messages: int = 1
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -60,19 +61,25 @@ class Fabric:
             for a, b in (pair, pair[::-1]):
                 if {a, b} & self.dead:
                     continue
-                factor = 1.0
-                for one in (self.send.get(a), self.receive.get(b), self.pairs.get((a, b))):
-                    if one is not None and (self.at_times == 1.0 or self.rng.random() < self.at_times):
-                        factor = min(factor, one)
-                factor *= self.rng.lognormvariate(0, self.noise)
-                if self.rng.random() < self.outliers:
-                    factor *= self.rng.uniform(0.3, 0.8)
-                found.rates[a, b] = RATE * factor
+                messages = tuple(RATE * self._factor(a, b) for _ in range(self.messages))
+                found.rates[a, b], found.messages[a, b] = max(messages), messages
         return found
 
-    def locate(self, n: int, mode: str = "quick") -> Outcome:
+    def _factor(self, a: int, b: int) -> float:
+        """What one message from `a` to `b` makes of the rate."""
+        factor = 1.0
+        for one in (self.send.get(a), self.receive.get(b), self.pairs.get((a, b))):
+            if one is not None and (self.at_times == 1.0 or self.rng.random() < self.at_times):
+                factor = min(factor, one)
+        factor *= self.rng.lognormvariate(0, self.noise)
+        if self.rng.random() < self.outliers:
+            factor *= self.rng.uniform(0.3, 0.8)
+        return factor
+
+    def locate(self, n: int, mode: str = "quick", passes: int = 1) -> Outcome:
         """Localise among `n` hosts of one rank each."""
-        return localise(self.measure, [Place(i, f"n{i}") for i in range(n)], mode=mode)  # type: ignore[arg-type]
+        places = [Place(i, f"n{i}") for i in range(n)]
+        return localise(self.measure, places, mode=mode, passes=passes)  # type: ignore[arg-type]
 
 
 def named(outcome: Outcome) -> set[tuple[object, ...]]:

@@ -14,6 +14,8 @@ _SIZE = "SIZE"
 @click.option("--nproc", type=click.IntRange(2, 64), metavar="N", help="Start N ranks on this machine.")
 @click.option("--quick", "mode", flag_value="quick", help="Find a bad link, host or rank in few rounds.")
 @click.option("--thorough", "mode", flag_value="thorough", help="Measure every link, both directions.")
+@click.option("--passes", type=click.IntRange(1, 1000), metavar="N",
+              help="With --thorough: repeat its rounds N times, for faults that come and go. [default: 1]")
 @click.option("--baseline", metavar="PROBE.json", help="With --quick or --thorough: compare with a saved probe.")
 @click.option("--op", "operations", multiple=True, metavar="NAME",
               help="Only this operation (may repeat): all_reduce, all_gather, reduce_scatter, all_to_all, "

@@ -48,14 +48,18 @@ class Round(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """What one rank measured: the rate into it in bytes/s, or what went wrong; both when it went wrong later."""
+    """What one rank measured: the best rate into it in bytes/s, or what went wrong; both when it went wrong later.
+
+    `messages`: the rates of all messages.
+    """
 
     rate: float | None = None
     problem: str = ""
+    messages: tuple[float, ...] = ()
 
 
 def locate_links(store: Any, rank: int, places: Sequence[Place], *, backend: str = "gloo", mode: Mode = "quick",
-                 timeout: float = 10.0, baseline: dict[tuple[str, str], float] | None = None,
+                 passes: int = 1, timeout: float = 10.0, baseline: dict[tuple[str, str], float] | None = None,
                  progress: Callable[[str], None] | None = None) -> Outcome | None:
     """Find the slow host or link of a job; called on all its ranks, the `Outcome` is on rank 0, None on the others.
 
@@ -72,7 +76,8 @@ def locate_links(store: Any, rank: int, places: Sequence[Place], *, backend: str
         if rank == 0:
             conductor = Conductor(store, pairs, len(places), timeout)
             try:
-                return localise(conductor.measure, places, mode=mode, baseline=baseline, progress=progress)
+                return localise(conductor.measure, places, mode=mode, passes=passes, baseline=baseline,
+                                progress=progress)
             finally:
                 conductor.end()
         serve(store, pairs, timeout, progress)
@@ -115,6 +120,7 @@ class Conductor:
                     self._lost[target] = f"did not answer within {self._timeout:.0f} s"
                 elif answer.rate is not None:
                     measured.rates[source, target] = answer.rate
+                    measured.messages[source, target] = answer.messages
                 else:
                     measured.problems[source, target] = answer.problem
             if not task.keep or any(answers.get(end) is None or answers[end].problem for end in (a, b)):
@@ -185,7 +191,7 @@ def take_part(task: Round, rank: int, pairs: PairGroups, timeout: float) -> Answ
                 pairs.exchange(other, generation, task.bytes, rates)
                 if not task.keep:
                     pairs.forget(other)
-                return Answer(rate=max(rates))
+                return Answer(rate=max(rates), messages=tuple(rates))
             except (RuntimeError, ValueError) as error:  # everything that torch raises for a lost or slow peer
                 pairs.drop(other)
                 return Answer(rate=max(rates, default=None), problem=_words(error, timeout))

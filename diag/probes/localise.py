@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from diag.probes.localise_judge import HOST_MARGIN, Fault, Flow, upper_quartile
+from diag.probes.localise_faults import Fault, Flow
+from diag.probes.localise_judge import HOST_MARGIN, upper_quartile
 from diag.probes.localise_search import Mode, Search
 
 #: Bytes of the first round, which opens the connections and finds out how large the messages have to be.
@@ -33,9 +34,13 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, kw_only=True):
-    """The answer to one round: bytes/s of each (source, target) rank, or why there is none; ranks that fell silent."""
+    """The answer to one round: bytes/s of each (source, target) rank, or why there is none; ranks that fell silent.
+
+    `rates` are those of the best message, `messages` of all, where they are known.
+    """
 
     rates: dict[tuple[int, int], float] = {}
+    messages: dict[tuple[int, int], tuple[float, ...]] = {}
     problems: dict[tuple[int, int], str] = {}
     lost: dict[int, str] = {}
 
@@ -79,13 +84,16 @@ def end_points(places: Sequence[Place]) -> tuple[list[tuple[str, list[int]]], bo
     return [(place.host, [place.rank]) for place in sorted(places, key=lambda item: item.rank)], True
 
 
-def localise(measure: Measure, places: Sequence[Place], *, mode: Mode = "quick",
+def localise(measure: Measure, places: Sequence[Place], *, mode: Mode = "quick", passes: int = 1,
              baseline: Mapping[tuple[str, str], float] | None = None,
              progress: Callable[[str], None] | None = None) -> Outcome:
-    """Which host, direction or link of `places` is slow; `baseline` as `read_baseline` gives it."""
+    """Which host, direction or link of `places` is slow; `baseline` as `read_baseline` gives it.
+
+    `passes`: how often the thorough mode repeats its tournament.
+    """
     ends, by_rank = end_points(places)
     outcome = Outcome(ends=ends, mode=mode, by_rank=by_rank)
-    search = Search(len(ends), mode, _translate(baseline or {}, ends, by_rank))
+    search = Search(len(ends), mode, _translate(baseline or {}, ends, by_rank), passes)
     run = _Run(measure, places, outcome, search, progress)
     if len(ends) > 1 and run.size():
         while pairs := search.next():
@@ -152,7 +160,8 @@ class _Run:
             for a, b in (pair, pair[::-1]):
                 key = self._rank(a), self._rank(b)
                 if not set(key) & set(self._outcome.silent_why):
-                    flows.append(Flow(a, b, measured.rates.get(key), number, measured.problems.get(key, "")))
+                    flows.append(Flow(a, b, measured.rates.get(key), number, measured.problems.get(key, ""),
+                                      measured.messages.get(key, ())))
         return flows
 
     def _rank(self, end: int) -> int:

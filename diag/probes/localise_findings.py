@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from diag.probes.localise import Outcome
-from diag.probes.localise_judge import Fault
+from diag.probes.localise_faults import Fault
 from diag.report.model import clip_list, rank_list
 from diag.report.text import printable
 from diag.schema import Evidence, Finding, Severity, Where
@@ -59,7 +59,8 @@ def _host(outcome: Outcome, index: int, fault: Fault) -> Finding:
     if fault.ratio == 0:
         summary = (f"{who}: {WAYS[fault.direction]}, no message arrived in time, with any of {fault.partners} partners")
     elif fault.intermittent:
-        summary = (f"{who}: {WAYS[fault.direction]} was slow in {fault.slow} of {fault.flows} measurements, at "
+        was = "was slow for moments" if fault.passing else "was slow"
+        summary = (f"{who}: {WAYS[fault.direction]} {was} in {fault.slow} of {fault.flows} measurements, at "
                    f"{fault.ratio:.0%} of the others, and fast in the rest")
     else:
         peers = "the baseline" if fault.against == "baseline" else "the others"
@@ -185,7 +186,7 @@ def _evidence(outcome: Outcome, fault: Fault) -> list[Evidence]:
 
 def _fix(fault: Fault) -> list[str]:
     if fault.intermittent:
-        return ["Repeat with --thorough; read the error counters of {hosts} before and after.",
+        return ["Repeat with --thorough --passes 10; read the error counters of {hosts} before and after.",
                 "A link that comes and goes is a cable, an optic or a port: reseat, then replace."]
     if fault.against == "baseline":
         return ["Repeat on an idle fabric; then compare what changed on {hosts} since (pdtrain diag env)."]

@@ -20,12 +20,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from statistics import median, median_high
-from typing import Literal
 
 import msgspec
 
-Direction = Literal["send", "receive", "both"]
-Kind = Literal["host", "pair", "split", "all"]
+from diag.probes.localise_faults import Direction, Fault, Flow
+from diag.probes.localise_intermittent import slow_at_times
 
 #: An end point is slow below this share of its peers, at least: 0.8 is to be found, 0.9 is what busy machines show.
 HOST_MARGIN = 0.12
@@ -33,44 +32,10 @@ HOST_MARGIN = 0.12
 SLOW_SHARE = 0.75
 #: A pair is slow below this share of what its end points do elsewhere.
 PAIR_MARGIN = 0.15
-#: A single flow counts as slow (for intermittent faults) below this share of what its end points do.
-FLOW_MARGIN = 0.25
 #: Below this share of the baseline an end point, or the whole network, has become slower.
 BASELINE_MARGIN = 0.15
 SIGMAS = 4.0
 SIGMA_FLOOR = 0.01
-#: Chance, over all end points, that slow flows of a healthy job gather like this.
-INTERMITTENT_CHANCE = 1e-3
-#: Slow flows that any healthy job has: a hiccup of the host, a collision in the fabric.
-BACKGROUND = 0.02
-
-
-class Flow(msgspec.Struct, frozen=True):
-    """One direction of one pair in one round. `rate` in bytes/s; None with a `problem` in words."""
-
-    source: int
-    target: int
-    rate: float | None
-    round: int = 0
-    problem: str = ""
-
-
-class Fault(msgspec.Struct, kw_only=True):
-    """What is slow. `ends` are end points: one for "host", (source, target) for "pair", the smaller group for "split".
-
-    `ratio` is relative to `against`; 0 when no data passes. `slow` of `flows` measurements were slow.
-    """
-
-    kind: Kind
-    ends: list[int]
-    direction: Direction
-    ratio: float
-    slow: int
-    flows: int
-    partners: int = 0
-    intermittent: bool = False
-    against: Literal["peers", "baseline"] = "peers"
-    groups: list[list[int]] = []
 
 
 class Judgement(msgspec.Struct, kw_only=True):
@@ -120,7 +85,9 @@ def judge(n: int, flows: list[Flow], *, lost: Iterable[int] = (),
     slow_ends = _host_faults(verdict, used, rates, ends.partners, limit)
     expected = [min(send[f.source], receive[f.target]) for f in used]
     left = _pair_faults(verdict, n, used, rates, expected)
-    _intermittent(verdict, n, left, slow_ends)
+    at_times, suspects = slow_at_times(n, left, slow_ends)
+    verdict.faults += at_times
+    verdict.suspects += [end for end in suspects if end not in verdict.suspects]
     if baseline:
         _against_baseline(verdict, used, raw, baseline)
     return verdict
@@ -247,47 +214,6 @@ def _split(n: int, shares: Mapping[tuple[int, int], list[float]],
     if any(root(a) == root(b) for a, b in slow):
         return None
     return sorted(groups.values(), key=len), [value for values in slow.values() for value in values]
-
-
-def _intermittent(verdict: Judgement, n: int, left: list[tuple[Flow, float]], slow_ends: set[tuple[str, int]]) -> None:
-    """End points and pairs whose slow flows gather beyond chance, though they are fast at other times."""
-    flows = list(left)
-    while True:
-        total, slow_total = len(flows), sum(share < 1 - FLOW_MARGIN for _, share in flows)
-        tally: dict[tuple[str, int], list[float]] = defaultdict(list)
-        bad_partners: dict[tuple[str, int], set[int]] = defaultdict(set)
-        for flow, share in flows:
-            for key, other in ((("send", flow.source), flow.target), (("receive", flow.target), flow.source)):
-                tally[key].append(share)
-                if share < 1 - FLOW_MARGIN:
-                    bad_partners[key].add(other)
-        best: tuple[float, tuple[str, int]] | None = None
-        for key, values in tally.items():
-            slow = sum(share < 1 - FLOW_MARGIN for share in values)
-            if key in slow_ends or len(bad_partners[key]) < 2:  # with one partner alone it is the link's
-                continue
-            if key[1] not in verdict.suspects:
-                verdict.suspects.append(key[1])
-            elsewhere = (slow_total - slow + 1) / (total - len(values) + 20)
-            chance = binomial_tail(len(values), slow, max(elsewhere, BACKGROUND)) * 2 * n
-            if slow > 2 and chance < INTERMITTENT_CHANCE and (best is None or chance < best[0]):
-                best = chance, key
-        if best is None:
-            return
-        side, end = best[1]
-        values = tally[side, end]
-        bad = [share for share in values if share < 1 - FLOW_MARGIN]
-        verdict.faults.append(Fault(
-            kind="host", ends=[end], direction="send" if side == "send" else "receive", ratio=median(bad),
-            slow=len(bad), flows=len(values), intermittent=True,
-            partners=len({f.target if side == "send" else f.source for f, _ in flows
-                          if (f.source if side == "send" else f.target) == end})))
-        flows = [(f, share) for f, share in flows if (f.source if side == "send" else f.target) != end]
-
-
-def binomial_tail(n: int, k: int, p: float) -> float:
-    """P(X >= k) of a binomial(n, p)."""
-    return sum(math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(k, n + 1))
 
 
 def _against_baseline(verdict: Judgement, flows: list[Flow], raw: list[float],

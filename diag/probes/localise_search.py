@@ -7,7 +7,8 @@ before all have met.
     screening      max(ceil(log2 n), 3) rounds of the tournament, at most all of it
     confirmation   what looks slow meets partners that look sound; up to 2 * ceil(log2 n) rounds in all. When nothing
                    looks slow the tournament goes on instead, so that more pairs meet, up to two rounds less
-    thorough       the whole tournament (n - 1 rounds, n for odd n), then up to 2 * ceil(log2 n) rounds of confirmation
+    thorough       the whole tournament (n - 1 rounds, n for odd n), as often as asked, then up to 2 * ceil(log2 n)
+                   rounds of confirmation
 
 In ceil(log2 n) rounds every end point sends to, and receives from, that many different partners: an end point that is
 slow with all of them is the cause, a slow flow between two that are fast elsewhere is the link's. From n = 8 on the
@@ -23,7 +24,8 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Literal
 
-from diag.probes.localise_judge import Flow, Judgement, judge
+from diag.probes.localise_faults import Flow
+from diag.probes.localise_judge import Judgement, judge
 
 Mode = Literal["quick", "thorough"]
 
@@ -75,14 +77,15 @@ def _spread(n: int) -> list[int]:
 class Search:
     """What to measure next. Call `next()` for the pairs of a round and `add()` with its flows until it is empty."""
 
-    def __init__(self, n: int, mode: Mode = "quick", baseline: dict[tuple[int, int], float] | None = None) -> None:
+    def __init__(self, n: int, mode: Mode = "quick", baseline: dict[tuple[int, int], float] | None = None,
+                 passes: int = 1) -> None:
         self.n, self.mode, self.baseline = n, mode, baseline
         self.flows: list[Flow] = []
         self.lost: set[int] = set()
         self.round = self._turn = 0
         self._order = turns(n)
         budget = 2 * log2_ceil(n) if n > 1 else 0
-        whole = len(self._order)
+        self._turns = whole = len(self._order) * (passes if mode == "thorough" else 1)
         self.screening = whole if mode == "thorough" else min(whole, max(log2_ceil(n), SCREENING), budget)
         self.budget = self.screening + budget if mode == "thorough" else budget
 
@@ -96,8 +99,8 @@ class Search:
             return []
         pairs = self._confirm() if self.round >= self.screening else []
         reserve = 0 if self.round < self.screening else RESERVE
-        while not pairs and self._turn < len(self._order) and self.round < self.budget - reserve:
-            pairs = self._living(pairs_of(self.n, self._order[self._turn]))
+        while not pairs and self._turn < self._turns and self.round < self.budget - reserve:
+            pairs = self._living(pairs_of(self.n, self._order[self._turn % len(self._order)]))
             self._turn += 1
         self.round += bool(pairs)
         return pairs

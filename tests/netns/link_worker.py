@@ -1,8 +1,8 @@
 """One process per namespace, which measure links again and again as the driver says. Run by `tests.netns.links`.
 
 python -m tests.netns.link_worker TIMEOUT MASTER_ADDRESS NAMESPACE...
-Lines of JSON on stdin ({"mode": "quick"}), one outcome per line on stdout. torch is imported once; the children fork
-and enter their namespaces (setns), where they also get the namespace's name as host name.
+Lines of JSON on stdin ({"mode": "quick", "passes": 1}), one outcome per line on stdout. torch is imported once; the
+children fork and enter their namespaces (setns), where they also get the namespace's name as host name.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def work(rank: int, timeout: float, master: str, names: list[str]) -> None:
         asked = json.loads(line)
         conductor.restart()
         before = os.times()
-        outcome = localise(conductor.measure, places, mode=asked.get("mode", "quick"),
+        outcome = localise(conductor.measure, places, mode=asked.get("mode", "quick"), passes=asked.get("passes", 1),
                            progress=lambda words: print(json.dumps({"progress": words}), flush=True))
         conductor.end()
         print(json.dumps({"outcome": msgspec.to_builtins(outcome), "seconds": os.times().elapsed - before.elapsed}),

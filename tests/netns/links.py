@@ -47,10 +47,10 @@ class LinkJob:
             self._process.wait()
         self._process.stdout.close()
 
-    def locate(self, mode: str = "quick", during: Callable[[str], None] | None = None) -> Outcome:
+    def locate(self, mode: str = "quick", passes: int = 1, during: Callable[[str], None] | None = None) -> Outcome:
         """One localisation; `during` hears of each round before it begins."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"mode": mode}) + "\n")
+        self._process.stdin.write(json.dumps({"mode": mode, "passes": passes}) + "\n")
         self._process.stdin.flush()
         answer = self._read("outcome", during)
         self.seconds = answer["seconds"]

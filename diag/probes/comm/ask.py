@@ -36,6 +36,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     budget: float = 30.0
     timeout: float = 30.0
     mode: Literal["", "quick", "thorough"] = ""
+    passes: int = 1
     extras: bool = True
     config: str | None = None
     overrides: tuple[str, ...] = ()

@@ -60,6 +60,8 @@ def asked(given: dict[str, Any]) -> Ask:
         raise UsageError(f"--min {given['smallest']} is larger than --max {given['largest']}")
     if given["baseline"] and not given["mode"]:
         raise UsageError("--baseline compares links: add --quick or --thorough")
+    if given["passes"] and given["mode"] != "thorough":
+        raise UsageError("--passes repeats the rounds of --thorough: add it")
     if given["config"] is None and (given["overrides"] or given["concurrent"]):
         raise UsageError("--set and --concurrent belong to --config RUN.toml")
     for name in ("baseline", "config"):
@@ -68,6 +70,7 @@ def asked(given: dict[str, Any]) -> Ask:
     budget = given["budget"] or (QUICK_BUDGET if given["mode"] == "quick" else BUDGET)
     return Ask(operations=operations or OPERATIONS, chosen=bool(operations), min_bytes=low, max_bytes=high,
                iterations=given["iterations"], budget=budget, timeout=given["timeout"], mode=given["mode"] or "",
+               passes=given["passes"] or 1,
                extras=not (given["no_extras"] or given["mode"] == "quick"), config=absolute(given["config"]),
                overrides=tuple(given["overrides"]), concurrent=given["concurrent"],
                ranks_per_node=given["ranks_per_node"], baseline=absolute(given["baseline"]))

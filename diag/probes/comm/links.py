@@ -44,7 +44,7 @@ def locate(ask: Ask, control: Control, rank: int, people: list[Identity], backen
     before = baseline(ask.baseline)
     try:
         outcome = locate_links(store, rank, places, backend=backend, mode=ask.mode or "quick",
-                               timeout=max(1.0, ask.timeout / 4), baseline=before,
+                               passes=ask.passes, timeout=max(1.0, ask.timeout / 4), baseline=before,
                                progress=lambda *words: control.enter(" ".join(["links", *map(str, words)])[:60]))
     except UsageError as error:  # the conductor is gone: the heartbeats say who, and why
         raise RuntimeError(str(error)) from None

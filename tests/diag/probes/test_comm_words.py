@@ -187,6 +187,7 @@ def test_a_saved_probe_round_trips_and_a_hostile_one_is_refused(tmp_path: Path) 
     ([], "say among whom"), (["--nproc", "2", "--op", "all_recude"], "use all_reduce"),
     (["--nproc", "2", "--min", "huge"], "--min 'huge' is no size"), (["--nproc", "2", "--min", "2M", "--max", "1M"],
                                                                      "is larger than"),
+    (["--nproc", "2", "--quick", "--passes", "3"], "repeats the rounds of --thorough"),
     (["--nproc", "2", "--baseline", "x"], "add --quick or --thorough"), (["--nproc", "2", "--config", "none.toml"],
                                                                          "no such file"),
     (["--nproc", "2", "--concurrent"], "belong to --config"), (["--nproc", "2", "--save", "/nowhere/x"],
