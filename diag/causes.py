@@ -341,7 +341,7 @@ _SPECIFIC: dict[str, tuple[Link, ...]] = {
                        "segfault", "node_failure"),
     "dataloader_worker_killed": _links("exception_unknown", "peer_exception", "killed_unconfirmed"),
     "disk_full": _links("ckpt_incomplete", "ckpt_corrupt", "exception_unknown", "peer_exception", "code_error",
-                        "killed_unconfirmed", "segfault"),
+                        "killed_unconfirmed", "segfault", "compile_cache_race"),
     "stale_file_handle": _links("ckpt_corrupt", "ckpt_missing_shard", "exception_unknown", "peer_exception",
                                 "compile_cache_race", "disk_full"),
     "compile_cache_race": _links("exception_unknown", "peer_exception", "code_error", "stale_file_handle"),
