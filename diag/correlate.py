@@ -154,10 +154,23 @@ def leads(a: Finding, b: Finding) -> bool:
     ended = [_ends_runs(f) for f in (a, b)]
     if ended[0] != ended[1]:
         return ended[0]
+    if _of_another_run(b, a):
+        return True
     order = before(a, b)
     if order is not None:
-        return order
+        return order and not _of_another_run(a, b)
     return (tier(a.cause), a.confidence) > (tier(b.cause), b.confidence)
+
+
+def _of_another_run(early: Finding, late: Finding) -> bool:
+    """Whether `early` is a crash of a program long before a GPU failed: a kernel's log holds the runs of weeks.
+
+    Who asks wants to know of the hardware, and a process does not live on after an illegal access.
+    """
+    if early.cause not in VAGUE or late.cause not in LATE or not (early.where.gpus and late.where.gpus):
+        return False
+    times = [_seconds(e.time) for e in (_onset(early), _onset(late)) if e is not None and e.time]
+    return len(times) == 2 and None not in times and times[1] - times[0] > LATE_SECONDS  # type: ignore[operator]
 
 
 def _ends_runs(finding: Finding) -> bool:

@@ -101,7 +101,7 @@ def work(source: Source, task: Task, catalogue: Catalogue, budget: int) -> Facts
             limit = None if task.length is None else task.length - skipped
             if limit is not None and limit <= 0:
                 return Facts()
-            return scan(stream, catalogue, style_of(source.head), budget, limit)
+            return scan(stream, catalogue, style_of(source.head), budget, limit, begins=False)
         return scan(stream, catalogue, style_of(source.head), budget, task.length)
 
 

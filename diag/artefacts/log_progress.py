@@ -9,6 +9,7 @@ JSON, litgpt, RETURNN, nanoGPT, home-made loops), or a loss beside any other cou
 
 from __future__ import annotations
 
+import math
 import re
 from functools import lru_cache
 
@@ -232,6 +233,11 @@ _NOT_THE_LOSS = re.compile(r"scale|balanc|aux|z_?loss|router|best|lbl|moe")
 def loss_of(item: Progress) -> float | None:
     """The training loss of a progress line, under whichever name; None when it prints none."""
     values = item.values
+    if math.isnan(values.get("loss", 0.0)) and "v_num=" in item.text:
+        # Lightning's bar shows the mean of what the step returned, NaN where that is nothing; the run logs its own.
+        logged = [values[name] for name in ("reduced_train_loss", "train_loss", "train_loss_step") if name in values]
+        if logged:
+            return logged[0]
     for name in ("lm_loss", "loss", "train_loss", "train/crossentropyloss", "train/loss", "ce", "total_loss",
                  "loss/train/total"):
         if name in values:

@@ -43,6 +43,8 @@ TAIL = 32 << 10
 GLANCE = 8 << 10
 #: Groups that count ranks.
 COUNTED = {"rank", "local", "world", "nranks", "count", "missing", "process"}
+#: Addresses that stand for any host.
+NO_HOST = frozenset({"0.0.0.0", "::"})
 #: The watchdog's sentence as some launchers print it, in two lines; joined without moving what follows.
 _FOLDED = re.compile(rb"(operation timeout: )[^\n]{0,8}\n(?:[^\n]{0,48}[\s|>m])?(WorkNCCL\([^\n]*)\n")
 _ESCAPES = re.compile(ANSI.pattern.encode())
@@ -81,8 +83,8 @@ class Facts(msgspec.Struct):
 class Scan:
     """The state of one scan; `feed` it blocks in order, then `finish`."""
 
-    def __init__(self, catalogue: Catalogue, style: Style, budget: int) -> None:
-        self.catalogue, self.style, self.budget = catalogue, style, budget
+    def __init__(self, catalogue: Catalogue, style: Style, budget: int, begins: bool = True) -> None:
+        self.catalogue, self.style, self.budget, self.begins = catalogue, style, budget, begins
         self.facts = Facts(events=[], tracebacks=[], progress=[], counts={}, tail=[], rare=[], clock=[])
         self._last: dict[str, list[Event]] = {}
         self._ranks: dict[str, set[int]] = {}
@@ -136,6 +138,8 @@ class Scan:
                 continue
             groups = {k.rstrip("0123456789"): v.decode("utf-8", "replace").strip()
                       for k, v in match.groupdict().items() if v is not None}
+            if groups.get("host") in NO_HOST:
+                del groups["host"]
             if not _plausible(groups):
                 continue
             event = self._event(rule, block, segment, match.start(), low, line_start, at_line, first_offset)
@@ -143,6 +147,8 @@ class Scan:
             if self._keep(rule, event):
                 new.append(event)
         quoted = self._tracebacks(starts, block, ahead, first_offset)
+        if self.begins and not first_offset:
+            quoted |= self._beheaded(block, ahead)
         for event in new:
             event.quoted = event.line in quoted
         facts.events.extend(new)
@@ -220,6 +226,15 @@ class Scan:
             if tracebacks.chained(lines, found.end_line):
                 self._pending[speaker.mark] = found
         return quoted
+
+    def _beheaded(self, block: bytes, ahead: bytes) -> set[int]:
+        """The traceback that a log begins in the middle of; returns the lines that only quote code."""
+        lines = _lines(block, ahead, 0, 1, 0, back=0)
+        found, code = tracebacks.beheaded(lines, speaker_of(lines[0].text, 0, self.style))
+        if found is None or any(tb.line == found.line for tb in self.facts.tracebacks):
+            return set()
+        self.facts.tracebacks.insert(0, found)
+        return code
 
     def _progress(self, block: bytes, first_line: int, base: int, last: bool, newlines: int) -> None:
         """All of it while the budget lasts; then the beginning of each block, and the end of the log."""
@@ -373,11 +388,12 @@ def _reads(stream: BinaryIO, size: int) -> Iterator[bytes]:
         yield parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def scan(stream: BinaryIO, catalogue: Catalogue, style: Style, budget: int, limit: int | None = None) -> Facts:
+def scan(stream: BinaryIO, catalogue: Catalogue, style: Style, budget: int, limit: int | None = None,
+         begins: bool = True) -> Facts:
     """The facts of a stream of text. Damage of the stream ends it: `problem` says so, what came before is kept."""
     from diag.errors import ArtefactError
 
-    state = Scan(catalogue, style, budget)
+    state = Scan(catalogue, style, budget, begins)
     rest: list[bytes] = []
     source = blocks(stream, limit, rest=rest)
     current: bytes | None = None

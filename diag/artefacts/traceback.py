@@ -16,6 +16,8 @@ START = "Traceback (most recent call last):"
 #: A traceback longer than this is cut: recursion errors fold their frames, so longer ones are damaged.
 MAX_LINES = 400
 MAX_MESSAGE_LINES = 14
+#: A log that begins in the middle of a traceback shows a frame within so many lines.
+BEHEADED = 6
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in\b ?(?P<function>.*))?$')
 _TYPE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*(?:\([\w.]+\))?)(?::(?: (?P<message>.*)|$)|$)")
@@ -121,6 +123,16 @@ def parse(lines: Sequence[TextLine], start: int, speaker: Speaker, base: str | N
                 quoted |= code
         return result, quoted
     return None, quoted
+
+
+def beheaded(lines: Sequence[TextLine], speaker: Speaker) -> tuple[Traceback | None, set[int]]:
+    """The traceback in whose frames `lines` begin: the end of a longer log, or what somebody pasted of it."""
+    for index, line in enumerate(lines[:BEHEADED]):
+        if START in line.text:
+            break
+        if (at := line.text.find('File "')) >= 0 and _FRAME.search(line.text.rstrip()):
+            return parse([TextLine(0, 0, ""), *lines[index:]], 0, speaker, line.text[:at].removesuffix("  "))
+    return None, set()
 
 
 def chained(lines: Sequence[TextLine], after: int) -> bool:

@@ -32,6 +32,10 @@ _READERS = re.compile(r"torch/serialization\.py:(?:load|_load|_legacy_load|__ini
                       r"|safetensors/\S+:load|distributed/checkpoint/filesystem\.py:read")
 #: Where torch looks up what the model asks for among what the checkpoint holds; it says no more than the name.
 _PLANNERS = re.compile(r"torch/distributed/(?:_shard/)?checkpoint/\w*planner\w*\.py$")
+#: Where torch.compile and Triton keep what they compiled; files that several processes write and read.
+_CACHES = re.compile(r"torch/_inductor/\S+:\w*cache\w*$|triton/runtime/cache\.py:(?:put|get\w*)$")
+CACHE_ERRORS = READ_ERRORS | {"FileNotFoundError", "FileExistsError", "PermissionError", "BlockingIOError",
+                              "JSONDecodeError"}
 _WRITERS = re.compile(r"torch/serialization\.py:(?:save|_save|_legacy_save|_open_zipfile_writer)$")
 #: Messages of exceptions that only carry another one, whose own traceback follows.
 _CARRIES = re.compile(r"^\s*$|^Caught \w+ in (?:DataLoader worker|replica|pin memory thread)|"
@@ -48,6 +52,8 @@ WAITS_BELOW = {"hccl-wait", "hccl-peer-absent"}
 MESSAGE_LINES = 5
 #: Lines after the end of a traceback that still belong to its message.
 REACH = 3
+#: Said of a process that ended: below a traceback such a line tells how the process left, not what the exception was.
+ENDS = frozenset({"segfault", "killed_unconfirmed"})
 
 
 @dataclass
@@ -70,9 +76,10 @@ def claims(view: View) -> tuple[dict[int, list[Item]], list[Raised], list[Raised
         inside = [item for item in view.items if item.place.log == raised.place.log and not item.event.quoted
                   and item.event.speaker.mark == raised.traceback.speaker.mark
                   and any(low <= item.line <= high for low, high in spans)]
-        known = [i for i in inside if i.rule.role == "initiating" and i.rule.id not in GENERIC]
-        victims = [i for i in inside if (i.rule.role == "victim" and i.rule.id != "launcher-wrappers")
-                   or i.rule.id in TELLING_FACTS]
+        known = [i for i in inside if i.rule.role == "initiating" and i.rule.id not in GENERIC
+                 and not _leaves(i, raised)]
+        victims = [i for i in inside if (i.rule.role == "victim" and i.rule.id != "launcher-wrappers"
+                                         and not _leaves(i, raised)) or i.rule.id in TELLING_FACTS]
         hushed = any(log == raised.place.log and 0 < raised.traceback.line - line < 60 for log, line in ignored)
         if hushed or carries(view, raised):
             reporters.append(raised)
@@ -83,6 +90,11 @@ def claims(view: View) -> tuple[dict[int, list[Item]], list[Raised], list[Raised
         else:
             free.append(raised)
     return claimed, free, reporters
+
+
+def _leaves(item: Item, raised: Raised) -> bool:
+    """Whether a line below the exception only says how its process left; it may be taken for a part of the message."""
+    return item.rule.cause in ENDS and item.line > raised.traceback.line
 
 
 def _reports(raised: Raised) -> bool:
@@ -159,6 +171,8 @@ def _finding(view: View, group: Group) -> Finding | None:
     frame = user_frame(origin) if origin else None
     if origin and origin.frames and kind.rsplit(".", 1)[-1] in READ_ERRORS and _reads_checkpoint(origin):
         return _unreadable(view, group, origin, named)
+    if origin and kind.rsplit(".", 1)[-1] in CACHE_ERRORS and _reads_cache(origin):
+        return _cache_broken(group, origin, named)
     if origin and kind == "KeyError" and origin.frames and _PLANNERS.search(origin.frames[-1].file):
         return _lacks_key(group, origin, named)
     waiting = others_wait(view, places[0], ranks)
@@ -192,6 +206,18 @@ def _reads_checkpoint(origin: Traceback) -> bool:
     """Whether the exception was raised inside the code that reads checkpoints."""
     names = [f"{f.file}:{f.function}" for f in origin.frames[-4:]]
     return any(map(_READERS.search, names)) and not any(map(_WRITERS.search, names))
+
+
+def _reads_cache(origin: Traceback) -> bool:
+    """Whether the exception was raised inside the code that reads or writes a compile cache."""
+    return any(_CACHES.search(f"{f.file}:{f.function}") for f in origin.frames[-4:])
+
+
+def _cache_broken(group: Group, origin: Traceback, ranks: list[int]) -> Finding:
+    """An exception of a file, raised while what was compiled was stored or looked up."""
+    return Finding(cause="compile_cache_race", severity="error", confidence=0.7, where=Where(ranks=ranks),
+                   summary=f"A compile cache could not be used: {origin.type}: {origin.message[:160]}",
+                   evidence=[r.evidence() for r in group.raised[:4]])
 
 
 def _unreadable(view: View, group: Group, origin: Traceback, ranks: list[int]) -> Finding:
