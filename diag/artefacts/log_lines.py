@@ -47,6 +47,11 @@ _RAY_TIME = re.compile(r"(?:^|\s)(?:INFO|WARNING|ERROR|DEBUG) (\d\d)-(\d\d) (\d\
 _CLOCK = re.compile(r"\d\d:\d\d")
 #: Stamps stand at the front; a date further on is part of a message.
 _TIME_WINDOW = 160
+#: After the kernel's own stamp, seconds since it was started, a date stands at once or is one of a message: the driver
+#: and the kernel say when they were built, and that is no time of anything.
+_UPTIME = re.compile(r"(?:<\d+>)?\[ *\d+\.\d{6}\]")
+_UPTIME_WINDOW = 30
+_BUILT = re.compile(r"NVRM: loading |Linux version \d")
 #: No host name is longer than 253 bytes.
 _HOST_WINDOW = 256
 
@@ -168,6 +173,10 @@ def time_of(text: str, year: int = 1972) -> float | None:
     front = text[:_TIME_WINDOW]
     if not _CLOCK.search(front):
         return None
+    if m := _UPTIME.match(front):
+        front = front[m.end():m.end() + _UPTIME_WINDOW]
+    if m := _BUILT.search(front):
+        front = front[:m.start()]
     if m := _ISO.search(front):
         return _seconds(m[1], m[2], m[3], m[4], m[5], m[6], m[7])
     if m := _GLOG.search(front):
