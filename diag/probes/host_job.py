@@ -5,6 +5,7 @@ One rank per host speaks for it; the ranks of a host are listed in its facts. Th
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ def all_hosts(facts: HostFacts, job: tuple[int, int], *, now: Callable[[], float
 
     Raises `UsageError` when the ranks do not find each other, `MissingExtra` without torch.
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # the store's own words of each second try; one line says it
     try:
         import torch.distributed as dist
     except ImportError:

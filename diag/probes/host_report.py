@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +16,7 @@ from diag.discover import discover
 from diag.errors import UsageError
 from diag.probes.host_facts import HostFacts, encode
 from diag.probes.host_gather import gather
+from diag.probes.launched import job
 from diag.probes.xid import action_of
 from diag.schema import Finding, Input, Report
 
@@ -43,15 +43,15 @@ def live(checkpoint: str | None = None, *, save: str | None = None, ranks: int |
     """
     if save is not None and Path(save).exists() and not force:
         raise UsageError(f"{save}: exists; choose another name, or overwrite it with --force")
-    job = _job()
+    place = job()
     facts = gather(checkpoint)
     if ranks is not None:
         facts.local_ranks = ranks
     hosts = [facts]
-    if job is not None:
+    if place is not None and place[1] > 1:
         from diag.probes.host_job import all_hosts
 
-        hosts = all_hosts(facts, job)
+        hosts = all_hosts(facts, place)
     if save is not None:
         _save(save, facts)
     if not hosts:
@@ -121,17 +121,6 @@ def _worded(report: Report, count: int, *, saved_: bool = False) -> Report:
             report.headline = "Nothing wrong was found on this machine." if count == 1 else \
                 f"Nothing wrong was found on {count} hosts, and they are alike where it matters."
     return report
-
-
-def _job() -> tuple[int, int] | None:
-    """(rank, world size) when a launcher started this process as one of several."""
-    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    if rank.isdigit() and world.isdigit() and int(world) > 1:
-        if not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT"):
-            raise UsageError("RANK and WORLD_SIZE are set, MASTER_ADDR and MASTER_PORT are not; start it with "
-                             "torchrun, or unset RANK")
-        return int(rank), int(world)
-    return None
 
 
 def _save(target: str, facts: HostFacts) -> None:

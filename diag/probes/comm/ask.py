@@ -65,7 +65,7 @@ def parse_size(text: str, option: str) -> int:
     Raises:
         UsageError: not a size, or not between 4 B and 16 GiB.
     """
-    found = re.fullmatch(r"\s*(\d{1,12})\s*([kmg]?)(?:i?b)?\s*", text, re.IGNORECASE)
+    found = re.fullmatch(r"\s*([0-9]{1,12})\s*([kmg]?)(?:i?b)?\s*", text, re.IGNORECASE)
     size = int(found[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[found[2].lower()] if found else 0
     if not 4 <= size <= 16 << 30:
         raise UsageError(f"{option} {text!r} is no size between 4 and 16G; write 1K, 64M or 1G")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diag.commands.output import Output
 from diag.errors import UsageError
 from diag.probes.comm.ask import OPERATIONS, Ask, absolute, parse_size
+
+if TYPE_CHECKING:
+    from diag.probes.comm.rank import Shown
 
 #: Seconds for all sweeps.
 BUDGET, QUICK_BUDGET = 30.0, 5.0
@@ -17,14 +20,16 @@ BUDGET, QUICK_BUDGET = 30.0, 5.0
 def run(paths: tuple[str, ...], output: Output, given: dict[str, Any]) -> int:
     """Show saved probes, be a rank of a job, or start one here. Raises UsageError for options that do not fit."""
     if paths:
-        if given["nproc"] or given["mode"] or given["config"] or given["save"] or given["baseline"]:
-            raise UsageError("--nproc, --quick, --thorough, --config, --baseline and --save measure; leave out the "
-                             "PATHs")
+        if any(given[name] for name in ("nproc", "mode", "config", "save", "baseline", "operations", "budget",
+                                        "concurrent", "ranks_per_node", "overrides", "no_extras")):
+            raise UsageError("a saved probe is shown as it is; --nproc, --quick, --thorough, --op, --save and the like "
+                             "measure: leave out the PATHs")
         from diag.probes.comm.report import saved
 
         return saved(paths, output, _target("--png", given["png"], output))
     ask = asked(given)
-    from diag.probes.comm.rank import Shown, job, run_rank
+    from diag.probes.comm.rank import Shown, run_rank
+    from diag.probes.launched import job
 
     shown = Shown(output, _target("--save", given["save"], output), _target("--png", given["png"], output))
     if given["png"]:
@@ -33,7 +38,12 @@ def run(paths: tuple[str, ...], output: Output, given: dict[str, Any]) -> int:
         from diag.probes.comm.picture import need_matplotlib
 
         need_matplotlib()
-    if job() is not None:
+    _apart(output, shown)
+    place = job()
+    world = place[1] if place is not None else given["nproc"]
+    if ask.ranks_per_node and world and world % ask.ranks_per_node:
+        raise UsageError(f"--ranks-per-node {ask.ranks_per_node}: {world} ranks are no whole number of such nodes")
+    if place is not None:
         if given["nproc"]:
             raise UsageError("--nproc starts a job and this process is a rank of one already; leave it out")
         return run_rank(ask, shown) or 0
@@ -64,6 +74,9 @@ def asked(given: dict[str, Any]) -> Ask:
         raise UsageError("--passes repeats the rounds of --thorough: add it")
     if given["config"] is None and (given["overrides"] or given["concurrent"]):
         raise UsageError("--set and --concurrent belong to --config RUN.toml")
+    for name in ("budget", "timeout"):
+        if given[name] != given[name]:
+            raise UsageError(f"--{name} nan is no number of seconds")
     for name in ("baseline", "config"):
         if given[name] and not Path(given[name]).is_file():
             raise UsageError(f"--{name} {given[name]}: no such file")
@@ -74,6 +87,14 @@ def asked(given: dict[str, Any]) -> Ask:
                extras=not (given["no_extras"] or given["mode"] == "quick"), config=absolute(given["config"]),
                overrides=tuple(given["overrides"]), concurrent=given["concurrent"],
                ranks_per_node=given["ranks_per_node"], baseline=absolute(given["baseline"]))
+
+
+def _apart(output: Output, shown: Shown) -> None:
+    """Refuse one name for two files: the second would overwrite the first without a word."""
+    names = (output.file, output.html, output.markdown, shown.save, shown.png)
+    files = [Path(name).absolute() for name in names if name is not None and name != "-"]
+    if len(set(files)) < len(files):
+        raise UsageError("two outputs have the same file name")
 
 
 def _target(option: str, name: str | None, output: Output) -> str | None:

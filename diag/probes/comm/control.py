@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,14 @@ ARRIVAL = 60.0
 
 
 class Verdict(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Why the probe ends early: `kind` is "lost", "stuck", "failed" or "interrupted"; `position` who was where."""
+    """Why the probe ends early: `kind` is "lost", "stuck", "failed" or "interrupted"; `position` who was where.
+
+    `absent` are ranks that nobody has heard of yet, too early to call them lost: none of them can print the report.
+    """
 
     kind: str
     lost: list[Lost] = []
+    absent: list[int] = []
     text: str = ""
     position: list[str] = []
     by: int = 0
@@ -126,6 +130,7 @@ class Control(threading.Thread):
         self.label, self.steps, self.failure, self.done, self.asked_to_stop = "start", 0, "", False, False
         self._beats = 0
         self._store: Any = None
+        self._seen: dict[int, _Seen] = {}
         self._lock = threading.Lock()
         self.begun = self.contact = self.stepped = time.monotonic()
 
@@ -169,6 +174,12 @@ class Control(threading.Thread):
         self._bounded(lambda: kept.append(self._store.compare_set("verdict", "", text)))
         self.verdict = msgspec.json.decode(kept[0], type=Verdict) if kept and kept[0] else verdict
 
+    def interrupted(self, by: str) -> Verdict:
+        """The verdict that the signal `by` ended the probe, with who was where."""
+        missing = absent(self._seen, self.rank)
+        late = f" before {ranks_words(missing)} had arrived" if missing else ""
+        return Verdict(kind="interrupted", text=by + late, absent=missing, position=where(self._seen))
+
     def good_bye(self) -> None:
         """All is measured: wait until the store knows that this rank may go, or does not answer."""
         self.done = True
@@ -197,7 +208,7 @@ class Control(threading.Thread):
         try:
             self._store = self.connect()
             self._store.set(f"who/{self.rank}", msgspec.json.encode(self.me).decode())
-            seen = {rank: _Seen(time.monotonic()) for rank in range(self.world)}
+            seen = self._seen = {rank: _Seen(time.monotonic()) for rank in range(self.world)}
             last = time.monotonic()
             while True:
                 self._beat()
@@ -265,18 +276,17 @@ def judge(seen: dict[int, _Seen], who: dict[int, Identity], rank: int, me: Ident
         if how:
             host = identity_.host if identity_ is not None else ""
             lost.append(Lost(rank=other, how=how, host=host, at=item.label, seconds=round(quiet, 1)))
-    where = position({other: item.label for other, item in seen.items() if item.raw})
     if lost:
-        return Verdict(kind="lost", lost=_own_host(lost, seen, who, me), position=where)
+        return Verdict(kind="lost", lost=_own_host(lost, seen, who, me), position=where(seen))
     failed = {other: item for other, item in seen.items() if item.failure}
     waited = max((now - item.moved for item in failed.values()), default=0.0)
     if failed and (waited > timeout / 2 or len(failed) == len(seen)):
         first = min(failed)
-        text = f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, sorted(failed)))}: {failed[first].failure}"
-        return Verdict(kind="failed", text=text, position=where)
+        text = f"{ranks_words(sorted(failed))}: {failed[first].failure}"
+        return Verdict(kind="failed", text=text, absent=absent(seen, rank), position=where(seen))
     working = [item for item in seen.values() if item.raw and not item.done]
     if working and len(working) == len(seen) and all(now - item.moved > timeout for item in working):
-        return Verdict(kind="stuck", position=where)
+        return Verdict(kind="stuck", position=where(seen))
     return None
 
 
@@ -292,17 +302,32 @@ def _own_host(lost: list[Lost], seen: dict[int, _Seen], who: dict[int, Identity]
             for other, node in nodes.items() if node == me.node]
 
 
+def where(seen: dict[int, _Seen]) -> list[str]:
+    """`position` of the ranks that have been heard of."""
+    return position({other: item.label for other, item in seen.items() if item.raw})
+
+
+def absent(seen: dict[int, _Seen], rank: int) -> list[int]:
+    """The ranks other than `rank` itself that nobody has heard of yet."""
+    return [other for other, item in seen.items() if not item.raw and other != rank]
+
+
 def position(labels: dict[int, str]) -> list[str]:
     """Who is where, in words: ["ranks 0-2: all_reduce 64 MiB", "rank 3: start"]."""
-    from diag.report.model import rank_list
-
     groups: dict[str, list[int]] = {}
     for rank, label in labels.items():
         groups.setdefault(label, []).append(rank)
-    return [f"rank{'s' if len(ranks) > 1 else ''} {rank_list(ranks)}: {label}" for label, ranks in groups.items()]
+    return [f"{ranks_words(ranks)}: {label}" for label, ranks in groups.items()]
 
 
-def speaker(world: int, lost: Sequence[Lost]) -> int:
+def ranks_words(ranks: list[int]) -> str:
+    """ "rank 3", "ranks 0-2"."""
+    from diag.report.model import rank_list
+
+    return f"rank{'s' if len(ranks) > 1 else ''} {rank_list(ranks)}"
+
+
+def speaker(world: int, verdict: Verdict) -> int:
     """Who prints: the lowest rank that still answers."""
-    gone = {item.rank for item in lost}
+    gone = {item.rank for item in verdict.lost} | set(verdict.absent)
     return next((rank for rank in range(world) if rank not in gone), 0)

@@ -23,6 +23,7 @@ from diag.probes.comm.control import TICK, Control, Verdict, identity, speaker
 from diag.probes.comm.records import Probe
 from diag.probes.comm.watch import watched
 from diag.probes.comm.work import Work
+from diag.probes.launched import job
 
 #: Seconds that a rank waits for another to print the report, and that an interrupted one waits for a reason.
 FAREWELL = 10.0
@@ -45,17 +46,6 @@ class Shown:
         if left:
             print(f"pdtrain: {', '.join(left)} not written on this host, which knows a part only", file=sys.stderr)
         return Shown(Output(json=self.output.json))
-
-
-def job() -> tuple[int, int] | None:
-    """(rank, world size) when a launcher started this process, or None. Raises UsageError for half a job."""
-    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    if not (rank.isdigit() and world.isdigit()):
-        return None
-    if not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT"):
-        raise UsageError("RANK and WORLD_SIZE are set, MASTER_ADDR and MASTER_PORT are not; start it with torchrun, "
-                         "or unset RANK")
-    return int(rank), int(world)
 
 
 def run_rank(ask: Ask, shown: Shown) -> int | None:
@@ -131,7 +121,7 @@ def _watch(work: Work, control: Control, stopped: list[int], rank: int) -> None:
         if stopped:
             since, control.asked_to_stop = since or time.monotonic(), True
             if time.monotonic() - since > REASON:
-                control.decide(Verdict(kind="interrupted", text=signal.Signals(stopped[0]).name))
+                control.decide(control.interrupted(signal.Signals(stopped[0]).name))
     progress.clear()
 
 
@@ -161,7 +151,7 @@ def _give_up(work: Work, control: Control, shown: Shown, rank: int, world: int) 
         talks = rank == 0 or local_rank == int(rank == local_rank)  # beside rank 0 the next one: it may be what is lost
         shown = shown if rank == 0 else shown.printed()  # never over the files of those who know more
     else:
-        talks = rank == speaker(world, verdict.lost)
+        talks = rank == speaker(world, verdict)
     status: int | None = None
     if talks:
         probe = work.early(verdict, control.records() if verdict.kind != "store" else [])

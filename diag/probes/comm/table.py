@@ -88,8 +88,9 @@ def _extra(extra: Extra) -> str:
         return (f"# all_to_all {size}, {name}: flat {ms('flat_seconds')}, hierarchical {ms('hierarchical_seconds')} "
                 f"({n.get('gain', 0):.2f}x)")
     if extra.kind == "overlap":
+        share = f"{n['hidden']:.0%}" if "hidden" in n else "too unsteady to tell"
         return (f"# overlap {name} {size}: alone {ms('exchange_seconds')}, products {ms('compute_seconds')}, both "
-                f"{ms('both_seconds')}: {n.get('hidden', 0):.0%}")
+                f"{ms('both_seconds')}: {share}")
     if extra.kind == "payload":
         return (f"# payload {name} {size}: all_to_all {ms('exchange_seconds')} + conversion "
                 f"{ms('convert_seconds')}, error {n.get('largest_error', 0):.1g}")

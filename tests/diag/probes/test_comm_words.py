@@ -8,9 +8,10 @@ import pytest
 
 from diag.detectors import NotChecked
 from diag.probes.comm.ask import Ask
-from diag.probes.comm.control import Identity, Lost, Verdict, _Seen, judge, speaker
+from diag.probes.comm.control import Control, Identity, Lost, Verdict, _Seen, judge, speaker
 from diag.probes.comm.judge import judge as findings_of
 from diag.probes.comm.operations import splits
+from diag.probes.comm.overlap import hidden
 from diag.probes.comm.picture import matrix, terminal
 from diag.probes.comm.records import Link, Probe, Row, bus_factor, decode, encode, rates_of
 from diag.probes.comm.table import text
@@ -49,7 +50,7 @@ def test_beats_that_come_late_are_no_verdict() -> None:
 def test_what_became_of_a_rank(quiet: float, state: tuple[str, str], how: str) -> None:
     found = verdict({0: 0, 1: quiet, 2: 0}, {rank: who(rank) for rank in range(3)}, {1: state})
     assert found is not None and [(item.rank, item.how) for item in found.lost] == [(1, how)]
-    assert found.lost[0].at == "all_reduce 1 MiB" and speaker(3, found.lost) == 0
+    assert found.lost[0].at == "all_reduce 1 MiB" and speaker(3, found) == 0
 
 
 def test_a_process_of_another_host_is_only_known_by_its_beats() -> None:
@@ -84,6 +85,26 @@ def test_an_exception_waits_for_its_cause() -> None:
     assert found is not None and found.kind == "failed" and "Connection closed" in found.text
     gone = verdict({0: 0, 1: 0, 2: 0}, people, {2: ("", "")}, failures=broken, still=11)
     assert gone is not None and [item.rank for item in gone.lost] == [2]
+
+
+def test_an_interrupted_start_names_who_is_missing_and_somebody_present_prints() -> None:
+    control = Control(lambda: None, 1, 4, 20.0, ME)
+    control._seen = {rank: _Seen(1000.0) for rank in range(4)}
+    control._seen[2].raw, control._seen[2].label = b"x", "connecting"
+    found = control.interrupted("SIGTERM")
+    assert found.absent == [0, 3] and speaker(4, found) == 1
+    report = [item for item in findings_of(Probe(world=4, stopped=f"interrupted: {found.text}",
+                                                 position=found.position), "probe") if isinstance(item, Finding)]
+    assert "by SIGTERM before ranks 0, 3 had arrived" in report[0].summary
+    assert report[0].evidence[0].text == "rank 2: connecting"
+
+
+def test_overlap_is_told_where_the_times_are_steady_and_only_there() -> None:
+    exchange, compute = [1.0, 1.02, 1.01, 0.99, 5.0], [1.0, 1.01, 1.0, 0.98, 1.1]
+    assert hidden(exchange, compute, [1.2, 1.21, 1.19, 1.2, 4.0]) == pytest.approx(0.81)
+    assert hidden(exchange, compute, [0.9] * 5) == 1.0, "no more than all of it"
+    assert hidden(exchange, compute, [3.0] * 5) == pytest.approx(-0.99)
+    assert hidden([0.004] * 5, [0.09, 0.1, 0.13, 0.08, 0.2], [0.14] * 5) is None
 
 
 def row(operation: str = "all_reduce", bytes_: int = 1 << 30, ranks: int = 8, **more: object) -> Row:
@@ -193,7 +214,23 @@ def test_a_saved_probe_round_trips_and_a_hostile_one_is_refused(tmp_path: Path) 
     (["--nproc", "2", "--concurrent"], "belong to --config"), (["--nproc", "2", "--save", "/nowhere/x"],
                                                                "its directory does not exist"),
     (["missing.json"], "missing.json"), (["--nproc", "2", "p.json"], "leave out the PATHs"),
-    (["--nproc", "1"], "1 is not in the range"), (["--nproc", "2", "--timeout", "0"], "timeout")])
+    (["--nproc", "1"], "1 is not in the range"), (["--nproc", "2", "--timeout", "0"], "timeout"),
+    (["--nproc", "2", "--timeout", "nan"], "--timeout nan"), (["--nproc", "2", "--budget", "nan"], "--budget nan"),
+    (["--nproc", "4", "--ranks-per-node", "3"], "no whole number"), (["--nproc", "2", "--min", "٣K"], "is no size"),
+    (["--nproc", "2", "--save", "x1", "--html", "./x1"], "the same file"), (["--op", "broadcast", "p.json"],
+                                                                         "leave out the PATHs")])
 def test_wrong_use_is_told_before_a_rank_starts(arguments: list[str], words: str) -> None:
     result = pdtrain("diag", "comm", *arguments)
     assert result.status == 2 and words in result.err and result.out == ""
+
+
+@pytest.mark.parametrize("command", ["comm", "env"])
+@pytest.mark.parametrize("rank, port, words", [
+    ("5", "29500", "RANK=5 and WORLD_SIZE=4"), ("0", "abc", "MASTER_PORT=abc"), ("0", "99999", "MASTER_PORT=99999"),
+    ("0", "", "start it with torchrun")])
+def test_half_a_job_is_told_at_once(command: str, rank: str, port: str, words: str,
+                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", rank), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", port)):
+        monkeypatch.setenv(name, value)
+    result = pdtrain("diag", command)
+    assert result.status == 2 and words in result.err and result.out == "" and result.err.count("\n") == 1
