@@ -18,6 +18,8 @@ _CA = re.compile(r"^CA '([^']+)'")
 _PORT = re.compile(r"^\s+Port ([0-9]{1,4}):")
 _STATUS = re.compile(r"^Infiniband device '([^']+)' port ([0-9]{1,4}) status:", re.I)
 _KEY = re.compile(r"^\s+(\w[\w ]*):\s*(.*)$")
+#: What the kernel calls the states of a port.
+_STATES = ("Active", "Down", "Initialize", "Initializing", "Init", "Armed", "Active defer", "Active_defer")
 _SNIFF = re.compile(rb"^(?:CA '[^'\n]+'\s*\n\s+CA type:|Infiniband device '[^'\n]+' port \d+ status:)", re.M)
 
 
@@ -66,6 +68,11 @@ def read(source: Source) -> Ibstat | Unreadable:
             else:
                 _set(port, key, value, number)
     result.lines = number
+    whole = data.endswith(b"\n")
+    if result.ports and not whole and result.ports[-1].state not in _STATES:
+        cut = result.ports.pop()  # the last word is half a word: no state to judge
+        result.problem = f"ends within the description of {cut.device} port {cut.port}: cut off"
+        result.problem_severity = "warning"
     if not result.ports and not result.failures:
         return Unreadable(path=source.path, format=NAME, bytes=source.bytes, problem="describes no port")
     return result

@@ -38,6 +38,8 @@ class NvidiaSmi(Artefact):
     gpus: list[Gpu] = field(default_factory=list)
     topologies: list[Topology] = field(default_factory=list)
     p2p: dict[str, str] = field(default_factory=dict)
+    #: names of GPUs that the table cut short, by bus id
+    cut_names: dict[str, str] = field(default_factory=dict)
     #: line and text of what nvidia-smi could not do
     failures: list[tuple[int, str]] = field(default_factory=list)
 
@@ -77,8 +79,9 @@ def read(source: Source) -> NvidiaSmi | Unreadable:
                 break
         topo.line(number, line)
     found.lines = number
-    query = parts[0]
-    assert isinstance(query, Query)
+    query, table = parts[0], parts[1]
+    assert isinstance(query, Query) and isinstance(table, Table)
+    found.cut_names = table.cut_names
     found.driver = query.driver or parts[1].driver or parts[3].driver
     found.cuda, found.attached = query.cuda or parts[1].cuda, query.attached
     for part in parts:

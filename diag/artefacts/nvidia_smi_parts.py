@@ -212,6 +212,8 @@ class Table(Part):
     def __init__(self) -> None:
         super().__init__()
         self._open: Gpu | None = None
+        #: Names as the table has room for them, to be shown and not to be looked up, by bus id.
+        self.cut_names: dict[str, str] = {}
 
     def line(self, number: int, line: str) -> bool:
         if not line.startswith("|"):
@@ -224,6 +226,7 @@ class Table(Part):
             bus = found[4].upper()
             self.gpus = [gpu for gpu in self.gpus if gpu.bus_id != bus]
             name = "" if "..." in found[2] else found[2]
+            self.cut_names[bus] = found[2]
             gpu = Gpu(index=int(found[1]), name=name, bus_id=bus, lines={"gpu": number})
             fill(gpu, "ecc_volatile_uncorrected", "integer", found[5], number, "Volatile Uncorr. ECC")
             self.gpus.append(gpu)
@@ -257,6 +260,9 @@ class Links(Part):
             self._now = index
             return True
         if not self.gpus or not line[:1].isspace():
+            if self.gpus and line.strip() in ("...", "…", "[...]", "<snip>"):  # somebody left the rest out
+                gpu = next(gpu for gpu in self.gpus if gpu.index == self._now)
+                gpu.nvlinks_active = gpu.nvlinks_inactive = None
             return False
         gpu = next(gpu for gpu in self.gpus if gpu.index == self._now)
         if found := self._ERRORS.match(line.rstrip()):

@@ -22,6 +22,8 @@ from diag.schema import Evidence, Finding, Where
 
 #: Links of fewer GPUs than this have no majority.
 LEAST_GPUS = 4
+#: Below this two decimals of GB/s may be 0 on sound links.
+LEAST_BYTES = 1 << 20
 
 
 @detector("env", needs=NvidiaSmi, subject="output of nvidia-smi")
@@ -65,11 +67,14 @@ def odd_links(place: Place, topology: Topology) -> Iterator[Finding]:
 
 
 def _gpus(item: NvidiaSmi) -> str:
-    names = Counter(gpu.name or "GPU" for gpu in item.gpus)
+    names = Counter(gpu.name or item.cut_names.get(gpu.bus_id) or "GPU" for gpu in item.gpus)
     words = ", ".join(f"{count} × {name}" for name, count in names.items())
     topologies = f"{plural(len(item.topologies), 'topology') if len(item.topologies) == 1 else ''}" \
                  f"{f'{len(item.topologies)} topologies' if len(item.topologies) > 1 else ''}"
-    return ", ".join(part for part in (words, f"driver {item.driver}" if item.driver else "", topologies) if part)
+    peers = f"peer access of {plural(len(item.p2p), 'pair')} of GPUs" if item.p2p else ""
+    driver = f"driver {item.driver}" if item.driver else ""
+    failed = "nvidia-smi failed" if item.failures else ""
+    return ", ".join(part for part in (words, driver, topologies, peers, failed) if part)
 
 
 @detector("env", needs=Ibstat, subject="output of ibstat")
@@ -80,9 +85,11 @@ def env_ibstat(artefacts: Artefacts) -> Iterator[Finding | NotChecked]:
         for line, text in item.failures:
             yield place.finding("ib_hca_failure", "warning", f"ibstat could not go on: {text}", at="ibstat", text=text,
                                 line=line, confidence=0.7)
-        if item.ports:
-            yield from host_checks_network.ports(place, item.ports)
         active = sum(port.state == "Active" for port in item.ports)
+        if item.problem and not active:
+            yield NotChecked(f"ports of {item.path}: none that could be read is active, and the rest is missing")
+        elif item.ports:
+            yield from host_checks_network.ports(place, item.ports)
         yield _seen(item, f"{active} of {plural(len(item.ports), 'port')} active")
 
 
@@ -112,13 +119,24 @@ def nccl_run(item: NcclTests, run: Run) -> Iterator[Finding | NotChecked]:
     hosts, models = {host for _, host, _ in run.devices}, {name for _, _, name in run.devices}
     floor = hardware.floor_of(models.pop(), run.operation, len(run.devices), top.bytes) \
         if len(hosts) == 1 and len(models) == 1 else None
-    if floor is None:
+    large = [row.bus for row in run.rows if row.bytes >= LEAST_BYTES]
+    if large and not any(large):
+        copies = f", {len(run.devices)} times as rank 0" if len(run.devices) > 1 else ""
+        yield NotChecked(f"bandwidth of {item.path}: it is 0 because each process ran on one GPU{copies} and sent to "
+                         "nobody; start it with -g GPUS, or build it with MPI=1") if _alone(run) else \
+            NotChecked(f"bandwidth of {item.path}: 0 at every size")
+    elif floor is None:
         yield NotChecked(f"bandwidth of {item.path}: floor unknown for this hardware, operation and size")
     elif top.bus < floor.bus_bandwidth:
         yield place.finding("bandwidth_low", "warning", f"{words}; sound {floor.model} shows at least "
                             f"{floor.bus_bandwidth:g}", at="nccl-tests", text=f"busbw {top.bus}", line=top.line,
                             bus_bandwidth=top.bus, floor=floor.bus_bandwidth, source=floor.source)
     yield _seen(item, words)
+
+
+def _alone(run: Run) -> bool:
+    """Whether every process of `run` was the only one of its own communicator."""
+    return bool(run.devices) and all(rank == 0 for rank, _, _ in run.devices)
 
 
 def _seen(item: Artefact, words: str) -> Finding:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from diag.artefacts import Artefacts
 from diag.artefacts.nccl_ras import Communicator, Member, NcclRas
 from diag.detectors import NotChecked, detector
+from diag.probes.host_words import plural
 from diag.schema import Evidence, Finding, Where
 
 _FINE = {"", "0", "none", "success", "ncclsuccess", "no error", "in progress", "ncclinprogress", "7"}
@@ -20,14 +21,18 @@ _FINE = {"", "0", "none", "success", "ncclsuccess", "no error", "in progress", "
 def env_nccl_ras(artefacts: Artefacts) -> Iterator[Finding | NotChecked]:
     """One finding per communicator with missing or failing members."""
     for item in artefacts.of(NcclRas):
-        largest = max((c.size for c in item.communicators), default=0)
+        largest = max([item.size, *(c.size for c in item.communicators)])
+        yield from silent(item)
+        yield from different(item)
         for communicator in item.communicators:
             yield from missing(item.path, communicator, world=communicator.size == largest)
             yield from failing(item.path, communicator)
             yield from behind(item.path, communicator)
+        kind = "communicator group" if item.groups else "communicator"
+        count = plural(item.groups or len(item.communicators), kind)
         yield Finding(cause="host_checked", role="context", severity="info", confidence=1.0, where=Where(),
-                      summary=f"{item.path}: NCCL {item.version}, {len(item.communicators)} communicators, the largest "
-                              f"of {largest} ranks", evidence=[Evidence(path=item.path, text=f"NCCL {item.version}")],
+                      summary=f"{item.path}: NCCL {item.version}, {count}, the largest of {largest} ranks",
+                      evidence=[Evidence(path=item.path, text=f"NCCL {item.version}")],
                       numbers={"standing": True})
 
 
@@ -39,7 +44,7 @@ def missing(path: str, communicator: Communicator, *, world: bool) -> Iterator[F
     dead = [member for member in gone if member.status.considered_dead]
     shown = dead or gone
     words = "dead" if dead else "not answering"
-    named = ", ".join(f"rank {m.rank} ({m.host} pid {m.pid})" for m in shown[:4])
+    named = ", ".join(f"rank {m.rank}" + (f" ({m.host} pid {m.pid})" if m.host else "") for m in shown[:4])
     yield Finding(cause="collective_missing_rank", severity="error" if dead else "warning",
                   confidence=0.85 if dead else 0.6,
                   summary=f"NCCL considers {len(shown)} of {communicator.size} ranks {words}: {named}"
@@ -49,6 +54,39 @@ def missing(path: str, communicator: Communicator, *, world: bool) -> Iterator[F
                   evidence=[Evidence(path=path, text=f"missing_ranks: {_say(m)}", rank=m.rank if world else None)
                             for m in shown[:8]],
                   numbers={"standing": True, "missing": len(gone), "dead": len(dead), "size": communicator.size})
+
+
+def silent(item: NcclRas) -> Iterator[Finding]:
+    """Processes of the job from which no answer came, as the text lists them."""
+    if item.silent:
+        first = item.silent[0][2]
+        dead = sum(bool(member.status.considered_dead) for _, _, member in item.silent)
+        words = f"considers {plural(dead, 'process')} of the job dead" if dead else \
+            f"got no answer from {plural(len(item.silent), 'process')} of the job"
+        yield Finding(cause="collective_missing_rank", severity="error" if dead else "warning",
+                      confidence=0.85 if dead else 0.6,
+                      summary=f"NCCL {words}: pid {first.pid} on {first.host}"
+                              + (" and more" if len(item.silent) > 1 else ""),
+                      where=Where(hosts=sorted({member.host for _, _, member in item.silent})),
+                      evidence=[Evidence(path=item.path, text=text, line=line) for line, text, _ in item.silent[:8]],
+                      numbers={"standing": True, "missing": len(item.silent), "dead": dead})
+
+
+def different(item: NcclRas) -> Iterator[Finding]:
+    """Ranks that launched more or fewer of an operation than the others: a remark, for the reason given above."""
+    for row in item.behind:
+        counts = ", ".join(f"{ranks:,} ranks up to {count:,}" for ranks, count in row.counts[:4])
+        late = [(member, count) for member, count in row.named if count < max(c for _, c in row.counts)]
+        ahead = [(member, count) for member, count in row.named if (member, count) not in late]
+        words = "; ".join(f"{what}: " + ", ".join(f"rank {m.rank} ({m.host} pid {m.pid})" for m, _ in members[:4])
+                          for what, members in (("behind", late), ("ahead", ahead)) if members)
+        yield Finding(cause="collective_missing_rank", role="context", severity="info", confidence=0.4,
+                      summary=f"ranks of communicator {row.group} have launched different numbers of {row.operation}: "
+                              f"{counts}" + (f"; {words}" if words else "") + "; ask RAS again, if the numbers stand "
+                              "still the ranks behind are what the others wait for",
+                      where=Where(hosts=sorted({m.host for m, _ in late}), group=row.group or None),
+                      evidence=[Evidence(path=item.path, text=f"different {row.operation} operation counts",
+                                         line=row.line)], numbers={"standing": True, "behind": len(late)})
 
 
 def failing(path: str, communicator: Communicator) -> Iterator[Finding]:

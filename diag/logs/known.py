@@ -47,8 +47,13 @@ def build(view: View, cause: str, items: list[Item]) -> Finding:
     ranks, hosts, gpus = blamed(view, first)
     if not ranks and best.rule.blames == "rank" and not several_marks(first):
         ranks, hosts = _unmarked(view, first[0], hosts)
-    summary = format_says(best.rule.says, dict(best.groups))
     confirming = [item for item in view.items if item.rule.role == "confirming" and item.rule.cause == cause]
+    groups = dict(best.groups)
+    named = {item.groups["gpu"] for item in confirming if "gpu" in item.groups and item.place.log == best.place.log}
+    if best.rule.blames == "gpu" and not gpus and len(named) == 1:  # a message of several lines names it in another
+        groups["gpu"] = named.pop()
+        gpus = [shown_gpu(groups["gpu"])]
+    summary = format_says(best.rule.says, groups)
     sure = min(0.97, best.rule.sure + 0.02 * (len(rules) - 1) + 0.08 * bool(confirming))
     return Finding(
         cause=cause, summary=_with_subject(summary, ranks, hosts), severity=_worst(first), confidence=round(sure, 3),

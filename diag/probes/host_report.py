@@ -31,7 +31,7 @@ OF_THE_MACHINE = frozenset({
 
 #: How the lines of a kernel log begin: dmesg (raw, -T, -x, --time-format iso), journalctl -k, /dev/kmsg, pstore.
 _KERNEL = re.compile(
-    rb"^(?:<\d+>)?\[ *\d+\.\d{6}\]|^\[\w{3} \w{3} [ \d]\d [\d:]{8} \d{4}\] |^kern +:\w+ *:|\bkernel: "
+    rb"^(?:<\d+>)?\[ *\+?\d+\.\d{6}\]|^NVRM: Xid |^\[\w{3} \w{3} [ \d]\d [\d:]{8} \d{4}\] |^kern +:\w+ *:|\bkernel: "
     rb"|^\d,\d+,\d+,[-c];|^\d{4}-\d\d-\d\dT[\d:,.+]+ (?:NVRM|nvidia|\w+\[\d+\])", re.M)
 
 

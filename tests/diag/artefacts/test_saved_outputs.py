@@ -188,6 +188,27 @@ def test_nvlink_errors_and_peer_access() -> None:
     assert alarms(read(matrix.replace("CNS", "OK"))) == [] == alarms(read(matrix.replace("OK", "CNS")))
 
 
+def test_names_that_the_table_cuts_short_are_shown() -> None:
+    item = read(TABLE.format(ecc=0).replace("NVIDIA H100 80GB HBM3", "NVIDIA A100-PCI...   "))
+    (seen,) = (f for f in env_nvidia_smi(Artefacts([item])) if isinstance(f, Finding) and f.cause == "host_checked")
+    assert "NVIDIA A100-PCI..." in seen.summary and isinstance(item, NvidiaSmi) and item.gpus[0].name == ""
+
+
+def test_links_left_out_by_hand_are_not_down() -> None:
+    whole = "".join(f"GPU {k}: NVIDIA GB200 (UUID: GPU-{k:08x})\n" + "".join(
+        f"\t Link {i}: 53.125 GB/s\n" for i in range(18)) for k in range(2))
+    assert alarms(read(whole)) == []
+    kept = whole[:whole.rindex("\t Link 2:")]
+    (down,) = alarms(read(kept))
+    assert down.cause == "nvlink_error" and alarms(read(kept + "...\n")) == []
+
+
+def test_peer_access_alone_says_what_was_read() -> None:
+    item = read(" \tGPU0\tGPU1\t\n GPU0\tX\tGNS\t\n GPU1\tGNS\tX\t\n")
+    (seen,) = (f for f in env_nvidia_smi(Artefacts([item])) if isinstance(f, Finding) and f.cause == "host_checked")
+    assert seen.summary.endswith("peer access of 1 pair of GPUs") and alarms(item) == []
+
+
 def test_a_runs_log_that_begins_with_the_table_stays_a_log() -> None:
     text = TABLE.format(ecc=0) + "[2026-01-01 10:00:00] starting\nn1:12:34 [0] NCCL INFO Bootstrap : Using eth0\n"
     reader = recognise(memory_source(text.encode(), "job.out"))
@@ -222,6 +243,15 @@ def test_ibstat() -> None:
     assert panic.cause == "ib_hca_failure"
 
 
+def test_a_port_whose_state_is_cut_is_not_judged() -> None:
+    down = port("mlx5_0", "Down", "Disabled", 40, "MT4125")
+    whole = down + port("mlx5_1")
+    item = read(whole[:whole.rindex("Active") + 4])
+    assert isinstance(item, Ibstat) and len(item.ports) == 1 and item.problem is not None and "mlx5_1" in item.problem
+    assert alarms(item) == [], "other ports may be active"
+    assert isinstance(read(whole.rstrip()), Ibstat) and read(whole.rstrip()).problem is None
+
+
 def test_ibstatus() -> None:
     item = read("Infiniband device 'mlx5_0' port 1 status:\n\tdefault gid:\t fe80::1\n\tstate:\t\t 4: ACTIVE\n"
                 "\tphys state:\t 5: LinkUp\n\trate:\t\t 200 Gb/sec (4X HDR)\n\tlink_layer:\t InfiniBand\n")
@@ -232,7 +262,7 @@ def test_ibstatus() -> None:
 def table(bus: float, wrong: int = 0, model: str = "NVIDIA H100 80GB HBM3", ranks: int = 8) -> str:
     devices = "".join(f"#  Rank {i:2} Group  0 Pid   {70 + i} on   gpu-7 device  {i} [0x1{i}] {model}\n"
                       for i in range(ranks))
-    alg = bus * ranks / (2 * (ranks - 1))
+    alg = bus * ranks / (2 * max(ranks - 1, 1))
     row = f"  17179869184    4294967296     float     sum      -1    65000   {alg:.2f}   {bus:.2f}      {wrong}    " \
           f"65010   {alg:.2f}   {bus:.2f}      0\n"
     return f"# nThread 1 nGpus {ranks} minBytes 17179869184 maxBytes 17179869184\n# Using devices\n{devices}#\n" \
@@ -255,6 +285,15 @@ def test_hardware_without_a_floor_is_not_judged() -> None:
     said = list(env_nccl_tests(Artefacts([read(table(3.0, model="Some Card 9000"))])))
     assert any(isinstance(item, NotChecked) and "floor unknown" in item.reason for item in said)
     assert alarms(read(table(3.0, ranks=4))) == []
+
+
+def test_a_test_on_one_gpu_has_measured_nothing() -> None:
+    text = table(0.0, ranks=1)
+    (note,) = (item for item in env_nccl_tests(Artefacts([read(text)])) if isinstance(item, NotChecked))
+    assert "ran on one GPU" in note.reason and "MPI=1" in note.reason
+    twice = text.replace("# Using devices\n", "# Using devices\n#  Rank  0 Group  0 Pid 9 on n2 device  0 [0x07] X\n")
+    (note,) = (item for item in env_nccl_tests(Artefacts([read(twice)])) if isinstance(item, NotChecked))
+    assert "2 times as rank 0" in note.reason
 
 
 OLD = """Running: LD_PRELOAD=/opt/nccl/lib/libnccl.so.2 ./build/all_gather_perf -b 4G -e 4G -g 4

@@ -148,6 +148,49 @@ def test_texts_of_no_known_kind_are_not_called_healthy(tmp_path: Path) -> None:
     assert found["cause"] == "gpu_fell_off_bus" and found["fix"][0].startswith("Xid 79: Drain the host")
 
 
+KERNEL = {
+    "fell off, in three lines": ("""\
+[ 1843.308145] NVRM: The NVIDIA GPU 0000:b3:00.0
+               NVRM: (PCI ID: 10de:26b5) installed in this system has
+               NVRM: fallen off the bus and is not responding to commands.
+""", "failed", "gpu_fell_off_bus", "GPU 0000:b3:00.0 has fallen off"),
+    "panic, and a port that never had a cable": ("""\
+<6>[    2.962781] mlx5_core 0000:41:00.1: Port module event: module 1, Cable unplugged
+<0>[ 3098.275469] Kernel panic - not syncing: Fatal exception in interrupt
+""", "failed", "node_failure", "kernel panicked (Fatal exception in interrupt)"),
+    "oops": ("""\
+<1>[  201.654822] BUG: unable to handle kernel NULL pointer dereference at           (null)
+<4>[  201.670809] Oops: 0002 [#1] SMP
+""", "failed", "node_failure", "kernel crashed"),
+    "consequences only": ("""\
+kernel: NVRM: Xid (PCI:0000:dc:00): 45, pid=18, name=python3, Ch 00000001 caused by previous Xid 149
+kernel: NVRM: Xid (PCI:0000:dc:00): 45, pid=18, name=python3, Ch 00000002 caused by previous Xid 149
+""", "failed", "nvlink_error", "GPU 0000:dc:00 (Xid 149)"),
+    "corrected memory errors": ("""\
+May  7 06:45:12 n7 kernel: [21584690.529862] mce: [Hardware Error]: Machine check events logged
+May  7 06:45:12 n7 kernel: [21584690.529877] EDAC MC0: 4 CE error on CPU#0Channel#2_DIMM#0 (channel:2 slot:0 page:0x0)
+""", "healthy", "", ""),
+    "a switch's start": ("""\
+[   38.174242] NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  570.195.03  Sat Sep 20 00:47:16 UTC 2025
+[   38.175561] nvidia-nvswitch3: SXid (PCI:0000:04:00.0): 22013, Data {0x0000002b, 0x0000002b, 0x00000000}
+[   38.178720] nvidia-nvswitch3: SXid (PCI:0000:04:00.0): 22013, Non-fatal, Link 44 Minion Link DLREQ interrupt
+""", "healthy", "", ""),
+    "corrected PCIe errors, times relative": ("""\
+[  +0.000316] pcieport 0000:00:03.0: AER: Corrected error received: 0000:00:03.0
+[  +0.000004] pcieport 0000:00:03.0:    [12] Timeout
+""", "healthy", "", ""),
+}
+
+
+@pytest.mark.parametrize("text, verdict, cause, words", KERNEL.values(), ids=KERNEL)
+def test_kernel_logs(text: str, verdict: str, cause: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "dmesg.txt").write_text(text)
+    report = pdtrain("diag", "env", tmp_path / "dmesg.txt", "--json").json()
+    alarms = [f for f in report["findings"] if f["severity"] != "info"]
+    assert report["verdict"] == verdict and (not cause or alarms[0]["cause"] == cause) and words in report["headline"]
+    assert bool(alarms) == bool(cause) and not any("time" in f["where"] for f in alarms), "no line says when"
+
+
 @pytest.mark.parametrize("arguments, words", [
     (("absent.json",), "no such file"), (("--nproc", "0"), "0"), ((__file__, "--path", "/tmp"), "live machine")])
 def test_wrong_usage(arguments: tuple[str, ...], words: str) -> None:
