@@ -59,7 +59,10 @@ def others(report: Report) -> list[Finding]:
 
 
 def not_checked(report: Report, limit: int = MAX_NOTES) -> list[str]:
-    """What was not checked: each reason where there are few, else the topics in one line, and other notes."""
+    """What was not checked: each reason where there are few, else the topics in one line, and other notes.
+
+    Where all are of one topic, as of a probe, its name alone would say nothing: the first reasons stand there then.
+    """
     if len(report.not_checked) <= limit:
         return list(report.not_checked)
     topics: dict[str, None] = {}
@@ -70,6 +73,8 @@ def not_checked(report: Report, limit: int = MAX_NOTES) -> list[str]:
             rest.append(note)
         else:
             topics.update(dict.fromkeys(found[1].split(", ")))
+    if len(topics) == 1 and not rest:
+        return [*report.not_checked[:limit], f"and {len(report.not_checked) - limit} more in --json"]
     names = [f"{', '.join(topics)}: in whole or in part, for want of inputs; reasons in --json"]
     return (names if topics else []) + rest
 

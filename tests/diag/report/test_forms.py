@@ -246,6 +246,13 @@ def test_many_reasons_why_nothing_was_checked_become_one_line() -> None:
     assert all(note in to_json(many) and note in markdown.render(many) for note in notes)
 
 
+def test_of_one_topic_the_first_reasons_stand_there() -> None:
+    notes = [f"comm: all_reduce {n} KiB and above: would exceed the time budget" for n in (1, 4, 16, 64, 256)]
+    report = Report(verdict="healthy", headline="x", not_checked=notes)
+    assert model.not_checked(report) == [*notes[:3], "and 2 more in --json"]
+
+
+
 def test_the_timeline_does_not_accuse_witnesses() -> None:
     """The lines of waiting ranks prove that another never came."""
     def seen(rank: int, second: int) -> Evidence:
