@@ -16,6 +16,9 @@ from diag.schema import SEVERITY_ORDER, Finding, Severity
 
 #: How near a known name must be for an unknown one to be called a misspelling (difflib's ratio).
 NEAR = 0.86
+#: Values of the allocator's options that torch takes; it compares them letter by letter.
+_ALLOCATOR_VALUES = {"expandable_segments": "True|False", "max_split_size_mb": r"\d+",
+                     "garbage_collection_threshold": r"0?\.\d+", "pinned_use_cuda_host_register": "True|False"}
 _CHECKED = re.compile(r"^(?:NCCL|TORCH|GLOO|PYTORCH)_")
 
 
@@ -40,6 +43,7 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     families: list[str]
     allocator: list[str]
     values: dict[str, str]
+    lists: dict[str, list[str]]
     rules: list[Rule]
     renamed: dict[str, str]
 
@@ -62,7 +66,11 @@ def check(place: Place) -> Iterator[Finding]:
             yield _say(place, name, value, "info", f"is an old name; now {table.renamed[name]}", "old name",
                        f"Use {table.renamed[name]}.")
         elif _CHECKED.match(name) and name not in names and not name.startswith(tuple(table.families)):
-            yield unknown(place, name, value, names)
+            if not any(rule.name == name for rule in table.rules):
+                yield unknown(place, name, value, names)
+        elif name in table.lists and (odd := _odd_words(value, table.lists[name])):
+            yield _say(place, name, value, "warning", f"holds {odd[0]!r}, which is none of "
+                       f"{', '.join(table.lists[name])}", "bad value", f"Correct or unset {name}.")
         elif name in table.values and not re.fullmatch(table.values[name], value.strip(), re.I):
             legal = table.values[name].replace("|", ", ").replace("\\d", "digits")
             yield _say(place, name, value, "warning", f"is not a value that is understood (legal: {legal})",
@@ -72,6 +80,14 @@ def check(place: Place) -> Iterator[Finding]:
     yield from contradictions(place)
     yield from allocator(place)
     yield from devices(place)
+
+
+def _odd_words(value: str, legal: list[str]) -> list[str]:
+    """The words of a list (`Ring,Tree`, `^LL128`, `allreduce:tree;broadcast:ring`) that NCCL does not know."""
+    plain = {word.lower() for word in legal}
+    parts = [part.rpartition(":")[2].strip().removeprefix("^") for part in value.split(";")]
+    words = [word.strip() for part in parts for word in part.split(",")]
+    return [word for word in words if word and word.lower() not in plain]
 
 
 def files(place: Place) -> Iterator[Finding]:
@@ -157,7 +173,10 @@ def allocator(place: Place) -> Iterator[Finding]:
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         value = place.facts.variables.get(name, "")
         for part in re.sub(r"\[[^\]]*\]", "", value).split(","):
-            option = part.partition(":")[0].strip()
+            option, _, given = (word.strip() for word in part.partition(":"))
+            if option in _ALLOCATOR_VALUES and not re.fullmatch(_ALLOCATOR_VALUES[option], given):
+                yield _say(place, name, value, "warning", f"says {option}:{given}, which torch refuses when it first "
+                           "allocates", "bad value", f"Correct {name}.")
             if option and option not in options:
                 near = difflib.get_close_matches(option, options, n=1, cutoff=0.8)
                 yield _say(place, name, value, "warning" if near else "info", f"has an unknown option {option!r}"
