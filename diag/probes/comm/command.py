@@ -104,6 +104,8 @@ def _target(option: str, name: str | None, output: Output) -> str | None:
     path = Path(name).absolute()
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(f"{option} {name}: {'is a directory' if path.is_dir() else 'its directory does not exist'}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{option} {name}: cannot be written here: read-only, or not permitted")
     if path.exists() and not output.force and os.environ.get("RANK", "0") == "0":
         raise UsageError(f"{option} {name}: exists; choose another name, or overwrite it with --force")
     return str(path)

@@ -155,7 +155,11 @@ def _give_up(work: Work, control: Control, shown: Shown, rank: int, world: int) 
     status: int | None = None
     if talks:
         probe = work.early(verdict, control.records() if verdict.kind != "store" else [])
-        status = _report(probe, shown)
+        try:
+            status = _report(probe, shown)
+        except PdtrainError as error:  # a file that cannot be written; the others wait to hear that this is over
+            print(f"pdtrain: {error}", file=sys.stderr)
+            status = 1
         control.say()
         _end_stopped(verdict, control)
     else:

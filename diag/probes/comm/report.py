@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,10 +34,25 @@ def report_of(probe: Probe) -> Report:
 
 
 def emit_live(probe: Probe, shown: Shown) -> int:
-    """Print and save everything asked for; the exit status."""
+    """Print and save everything asked for; the exit status.
+
+    Raises:
+        UsageError: a file could not be written. What was measured has been printed by then: it took minutes.
+    """
+    report, output = report_of(probe), shown.output
+    try:
+        status = emit(report, [probe], output, None)
+    except UsageError:
+        if output.file or output.html or output.markdown:
+            Output(json=output.json).emit(report, more=measurements([probe]))
+        raise
     if shown.save is not None:
         save(probe, shown.save, force=True)
-    return emit(report_of(probe), [probe], shown.output, shown.png)
+    if shown.png is not None:
+        from diag.probes.comm import picture
+
+        picture.png(probe, Path(shown.png))
+    return status
 
 
 def saved(paths: Iterable[str], output: Output, png: str | None) -> int:
@@ -77,9 +93,15 @@ def save(probe: Probe, target: str, *, force: bool) -> None:
     path = Path(target)
     if path.exists() and not force:
         raise UsageError(f"--save {target}: exists; choose another name, or overwrite it with --force")
+    half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.write_bytes(encode(probe))
+        if path.exists() and not path.is_file():  # /dev/null, a named pipe
+            path.write_bytes(encode(probe))
+            return
+        half.write_bytes(encode(probe))
+        half.replace(path)
     except OSError as error:
+        half.unlink(missing_ok=True)
         raise UsageError(f"--save {target}: {error.strerror or error}") from None
 
 

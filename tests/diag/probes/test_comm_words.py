@@ -6,14 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from diag.commands.output import Output
 from diag.detectors import NotChecked
+from diag.errors import UsageError
 from diag.probes.comm.ask import Ask
 from diag.probes.comm.control import Control, Identity, Lost, Verdict, _Seen, judge, speaker
 from diag.probes.comm.judge import judge as findings_of
 from diag.probes.comm.operations import splits
 from diag.probes.comm.overlap import hidden
 from diag.probes.comm.picture import matrix, terminal
+from diag.probes.comm.rank import Shown
 from diag.probes.comm.records import Link, Probe, Row, bus_factor, decode, encode, rates_of
+from diag.probes.comm.report import emit_live, save
 from diag.probes.comm.table import text
 from diag.probes.comm.work import _per_node, host_names
 from diag.schema import Finding, Where
@@ -202,6 +206,31 @@ def test_a_saved_probe_round_trips_and_a_hostile_one_is_refused(tmp_path: Path) 
         (tmp_path / "bad.json").write_bytes(damage)
         refused = pdtrain("diag", "comm", tmp_path / "bad.json")
         assert refused.status == 2 and "is not a probe" in refused.err and "Traceback" not in refused.err
+
+
+@pytest.mark.parametrize("option", ["save", "html"])
+def test_what_cannot_be_written_costs_the_file_and_not_the_report(option: str, tmp_path: Path,
+                                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    probe = Probe(world=2, hosts=["a", "a"], backend="gloo", rows=[row(ranks=2)])
+    target = str(tmp_path / "gone" / "file")  # its folder vanished, or is full, after minutes of measuring
+    shown = Shown(Output(html=target if option == "html" else None), save=target if option == "save" else None)
+    with pytest.raises(UsageError, match="file"):
+        emit_live(probe, shown)
+    assert "all_reduce of 1 GiB among 2 ranks" in capsys.readouterr().out
+
+
+def test_a_save_that_fails_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "probe.json"
+    target.write_text("old")
+
+    def full(path: Path, data: bytes) -> int:
+        path.open("wb").write(data[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(UsageError, match="No space left"):
+        save(Probe(world=2), str(target), force=True)
+    assert target.read_text() == "old" and [item.name for item in tmp_path.iterdir()] == ["probe.json"]
 
 
 @pytest.mark.parametrize("arguments, words", [
