@@ -48,11 +48,11 @@ def build(view: View, cause: str, items: list[Item]) -> Finding:
     if not ranks and best.rule.blames == "rank" and not several_marks(first):
         ranks, hosts = _unmarked(view, first[0], hosts)
     confirming = [item for item in view.items if item.rule.role == "confirming" and item.rule.cause == cause]
-    groups = dict(best.groups)
+    groups: dict[str, str | None] = dict(best.groups)
     named = {item.groups["gpu"] for item in confirming if "gpu" in item.groups and item.place.log == best.place.log}
     if best.rule.blames == "gpu" and not gpus and len(named) == 1:  # a message of several lines names it in another
-        groups["gpu"] = named.pop()
-        gpus = [shown_gpu(groups["gpu"])]
+        name = named.pop()
+        groups["gpu"], gpus = name, [shown_gpu(name)]
     summary = format_says(best.rule.says, groups)
     sure = min(0.97, best.rule.sure + 0.02 * (len(rules) - 1) + 0.08 * bool(confirming))
     return Finding(

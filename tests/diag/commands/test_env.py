@@ -165,7 +165,7 @@ KERNEL = {
     "consequences only": ("""\
 kernel: NVRM: Xid (PCI:0000:dc:00): 45, pid=18, name=python3, Ch 00000001 caused by previous Xid 149
 kernel: NVRM: Xid (PCI:0000:dc:00): 45, pid=18, name=python3, Ch 00000002 caused by previous Xid 149
-""", "failed", "nvlink_error", "GPU 0000:dc:00 (Xid 149)"),
+""", "failed", "nvlink_error", "GPU 0000:dc:00 because of an NVLink fault (Xid 149)"),
     "corrected memory errors": ("""\
 May  7 06:45:12 n7 kernel: [21584690.529862] mce: [Hardware Error]: Machine check events logged
 May  7 06:45:12 n7 kernel: [21584690.529877] EDAC MC0: 4 CE error on CPU#0Channel#2_DIMM#0 (channel:2 slot:0 page:0x0)
