@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import io
 import os
 import sys
+from contextlib import suppress
+from typing import NoReturn
 
 import click
 
@@ -63,16 +66,30 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         status = _complain("interrupted", 130)
     except Exception as error:  # a bug of ours: the user gets one line, we get the traceback
-        status = _complain(_crash_report(error), 70)
-    sys.exit(status if isinstance(status, int) else 0)
+        if "RANK" not in os.environ or os.environ.get("PDTRAIN_STRICT"):
+            status = _complain(_crash_report(error), 70)
+        else:  # a rank's traceback belongs to its own log, where the doctor looks for it
+            sys.excepthook(type(error), error, error.__traceback__)
+            status = 1
+    status = status if isinstance(status, int) else 0
+    if status and "RANK" in os.environ:
+        _leave(status)
+    sys.exit(status)
+
+
+def _leave(status: int) -> NoReturn:
+    """The end of a rank that failed, without that of the interpreter: threads that wait in Gloo for a peer would be
+    unwound through C++ and abort the process, whose last word and exit status were then not its own."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 def _crash_report(error: Exception) -> str:
-    """Write the traceback to a file and say where; under PDTRAIN_STRICT (tests) and in a rank of a job, let it out.
-
-    A rank's traceback belongs to its own log, where the doctor looks for it.
-    """
-    if os.environ.get("PDTRAIN_STRICT") or "RANK" in os.environ:
+    """Write the traceback to a file and say where; under PDTRAIN_STRICT (tests) let it out."""
+    if os.environ.get("PDTRAIN_STRICT"):
         raise error
     import tempfile
     import traceback

@@ -32,7 +32,7 @@ import psutil
 from diag.errors import UsageError
 from pdtrain.config.mistakes import printable
 from pdtrain.recorder.environment import prepare_environment
-from pdtrain.restart import VARIABLE, Restart
+from pdtrain.restart import LAUNCHER, VARIABLE, Restart
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: torchrun's own shape, so that the same signatures read it.
@@ -41,6 +41,8 @@ LINE = "%(levelname).1s%(asctime)s.%(msecs)03d000 %(process)d %(name)s:%(lineno)
 GRACE_SECONDS = 10
 #: What a rank of the pools says of another that it misses (pdtrain.pools.links).
 ACCUSATION = re.compile(r"^PoolError: pools: rank \d+ \(\w+\) (lost|got no answer from) rank (\d+)")
+#: Of the exception that ended a rank, in what the next start is told.
+MOST_TOLD = 240
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -75,7 +77,7 @@ def launch(
                 os.environ[VARIABLE] = restart.to_environment()
                 ended = _once(following, processes, run_dir, log)
                 if ended.rank is not None and ended.mends and restart.count < restarts and not received:
-                    restart = restart.after(ended.rank, ended.how)
+                    restart = restart.after(ended.rank, ended.told)
                     text = f"{ended.line()}; all ranks start again ({restart.count} of {restarts})"
                     log.warning("%s", text)
                     print(f"pdtrain: {text}", file=sys.stderr)
@@ -91,6 +93,7 @@ class Ended:
     """How one start of the job ended: its exit status, and where it failed, the rank that did so first.
 
     `mends`: another start may end better. `said`: that rank's last line, where this terminal has not shown it.
+    `message`: of the exception that ended it.
     """
 
     status: int
@@ -98,6 +101,12 @@ class Ended:
     how: str = ""
     said: str = ""
     mends: bool = False
+    message: str = ""
+
+    @property
+    def told(self) -> str:
+        """How it failed, for the next start."""
+        return f'{self.how}, saying "{self.message}"' if self.message else self.how
 
     def line(self) -> str:
         """Who failed first, and how."""
@@ -145,10 +154,14 @@ def _first(failure: Any, run_dir: Path) -> Ended:
     """Who failed first. A wrong command or configuration, and a run that lost its numbers, end the same every time."""
     rank, first = failure.get_first_failure()
     silent = ""
+    said = failure.failures.get(0)
+    if int(first.exitcode) == UsageError.exit_status and said is not None and said.exitcode == first.exitcode:
+        rank, first = 0, said  # all ranks say the same of a wrong command, and rank 0 did so on this terminal
     if (accused := _accused(failure)) is not None:  # torchrun knows seconds only, and lets the accusers end first
         rank, silent = accused
         first = failure.failures[rank]
     status = int(first.exitcode)
+    exited = status > 0 and not silent
     if silent:
         how, status = silent, 128 - status if status < 0 else status
     elif status < 0:
@@ -157,7 +170,8 @@ def _first(failure: Any, run_dir: Path) -> Ended:
         how = f"ended with exit status {status}"
     message = first.message.get("message", "") if isinstance(first.message, dict) else ""
     mends = status != UsageError.exit_status and not str(message).startswith("TrainingFailed")
-    return Ended(status, rank, how, "" if rank == 0 else _last_line(run_dir, rank), mends)
+    own = printable(" ".join(str(message).split()).removeprefix("PoolError: ")[:MOST_TOLD]) if exited else ""
+    return Ended(status, rank, how, "" if rank == 0 else _last_line(run_dir, rank), mends, own)
 
 
 def _accused(failure: Any) -> tuple[int, str] | None:
@@ -198,6 +212,7 @@ def _environment(run_dir: Path, threads: int, entries: int) -> Iterator[None]:
     before = dict(os.environ)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("PYTHONUNBUFFERED", "1")  # a killed rank's last lines are the evidence
+    os.environ[LAUNCHER] = str(os.getpid())
     prepare_environment(run_dir, entries)
     try:
         yield

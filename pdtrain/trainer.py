@@ -65,7 +65,7 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
         raise UsageError(f"the job has {place.world} processes, the configuration asks for {resolved.world}")
     stop_request = StopRequest()
     layout = Layout.from_run(run)
-    meshes = create_meshes(layout, place.device.type) if layout.ranks > 1 else None
+    meshes = create_meshes(layout, place.device.type, resolved.collective_seconds) if layout.ranks > 1 else None
     if place.rank >= layout.ranks:
         update(resolved, layout, run_dir, resume, place)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,24 @@ def test_a_misspelt_command_is_one_line_with_the_nearest_name(capsys: pytest.Cap
         cli.main(["trian"])
     assert stop.value.code == 2
     assert capsys.readouterr().err.strip() == "pdtrain: pdtrain: no such command 'trian'; did you mean 'train'?"
+
+
+LEAVES = """
+import atexit, pdtrain.cli
+class Late:
+    def __del__(self): print('unwound')
+late = Late()
+atexit.register(print, 'closed')
+pdtrain.cli.main(['trian'])
+"""
+
+
+def test_a_rank_that_failed_leaves_at_once() -> None:
+    """The end of the interpreter would unwind threads that wait in Gloo for a peer, and abort."""
+    rank = os.environ | {"RANK": "1"}
+    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, env=rank)
+    assert done.returncode == 2 and "did you mean 'train'" in done.stderr
+    assert done.stdout == "closed\n"
 
 
 def test_an_internal_error_is_one_line_and_a_file(

@@ -69,6 +69,14 @@ def test_usage_error_of_rank_0_is_said_once(tmp_path: Path, capfd):
     assert capfd.readouterr().err == "pdtrain: one line\n"
 
 
+def test_a_usage_error_of_all_ranks_is_said_once(tmp_path: Path, capfd):
+    """Whoever of them ends first: rank 0 says it on this terminal, a little later here."""
+    code = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); " \
+           "time.sleep(os.environ['RANK'] == '0'); print('pdtrain: one line', file=sys.stderr); sys.exit(2)"
+    assert launch(["-c", code], processes=3, run_dir=tmp_path) == 2
+    assert capfd.readouterr().err == "pdtrain: one line\n"
+
+
 POLITE = """
 import os, signal, sys, time
 def save(*_):

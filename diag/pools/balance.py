@@ -149,7 +149,7 @@ def _advice(job: Job, choice: Choice) -> list[str]:
         if estimate is not None and (not choice.balances or choice.gain < -WORTH):
             steps.append(f"Consider not to separate: the same work on {estimate[0]} ranks without pools is about "
                          f"{_seconds(estimate[1])} per step (estimated from these seconds). Measure it: "
-                         f"{command_without(limits, job.directory, estimate[0])}")
+                         f"{command_without(limits, job.directory, estimate[0], job.config)}")
     elif job.mode == "sync":
         steps.append("Let the update overlap with the backward pass: --set pools.mode=stream.")
     steps.append(f"Measure again: pdtrain diag pools {job.directory}")

@@ -9,6 +9,7 @@ from statistics import mean, median
 from diag.artefacts.pool_records import Link
 from diag.artefacts.step_times import StepTimes
 from diag.pools.gather import COMPUTE, NOUN, UPDATE, Job, Member
+from diag.pools.legal import without_pools
 from diag.pools.members import GROUP
 from diag.report.model import rank_list, size
 from diag.schema import Evidence, Finding, Where
@@ -90,8 +91,8 @@ def mitigation(job: Job, slow_link: bool) -> list[str]:
                      "steps.")
     steps += ["Placement: put both pools on one node or behind one switch.",
               "Priority: give the exchange a stream of lower priority than the compute pool's collectives.",
-              "If it stays above 15 %, the job is bound by communication: train without pools (--set pools.mode=off "
-              "--set pools.update_ranks=0) and compare."]
+              "If it stays above 15 %, the job is bound by communication: train without pools "
+              f"({without_pools(job.config)}) and compare."]
     return steps
 
 

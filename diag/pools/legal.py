@@ -7,6 +7,9 @@ from shlex import quote
 
 from diag.artefacts.run_config import RunConfig
 
+#: Keys of [pools] that are a mistake with mode "off", and what takes each back.
+NEEDS_POOLS: dict[str, str | int | None] = {"rebalance": "off", "restarts": 0, "keep": None}
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -63,11 +66,21 @@ def command(limits: Limits, directory: str, compute: int, update: int) -> str:
             f"{_batch(limits, compute)}")
 
 
-def command_without(limits: Limits, directory: str, ranks: int) -> str:
+def command_without(limits: Limits, directory: str, ranks: int, config: RunConfig | None) -> str:
     """What to type to measure the same job without pools, in a directory of its own."""
     return (f"pdtrain train {quote(directory + '/config.toml')} --run-dir {quote(directory + '-without-pools')} "
-            f"--nproc {ranks} --set parallel.ranks={ranks} --set pools.mode=off --set pools.update_ranks=0 "
+            f"--nproc {ranks} --set parallel.ranks={ranks} {without_pools(config)} "
             f"--set train.steps=50{_batch(limits, ranks)}")
+
+
+def without_pools(config: RunConfig | None) -> str:
+    """The options that take the pools from a configuration, with what the trainer refuses without them."""
+    words = "--set pools.mode=off --set pools.update_ranks=0"
+    for key, nothing in NEEDS_POOLS.items():
+        value = config.get(f"pools.{key}") if config is not None else None
+        if value not in (None, nothing):
+            words += f" --set pools.{key}={'none' if nothing is None else nothing}"
+    return words
 
 
 def _batch(limits: Limits, compute: int) -> str:

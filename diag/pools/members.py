@@ -112,7 +112,7 @@ class Again:
         found = []
         for one in said if isinstance(said, list) else ():
             if isinstance(one, dict) and _number(one.get("start")) and _number(one.get("rank")):
-                found.append((one["start"], one["rank"], str(one.get("how", "died"))[:60]))
+                found.append((one["start"], one["rank"], str(one.get("how", "died"))[:300]))
         return found[-64:]
 
     def whole(self, key: str) -> int | None:
@@ -180,7 +180,9 @@ def _sentence(job: Job, gone: list[int], about: list[Report], *, silent: bool, w
     if len(gone) > 1:
         does = "do not answer" if silent else "went away"
     said = [rank for rank in gone if rank in job.members and job.members[rank].ended]
-    own = "" if said or silent else "; it left no word of its own: killed from outside, or by the kernel" \
+    unseen = [rank for rank in gone if rank not in job.members]
+    own = "" if said or silent else "; nothing it recorded is among the inputs: its own log may say how it ended" \
+        if unseen and len(gone) == 1 else "; it left no word of its own: killed from outside, or by the kernel" \
         if len(gone) == 1 else "; they left no word of their own"
     end = " The run went on." if went_on else ""
     return (f"{_who(job, gone)} {does}: rank{'s' if len(reporters) > 1 else ''} {rank_list(reporters)} noticed"

@@ -92,7 +92,9 @@ def propose(
     choice = choose(as_if, legal)
     if slow and (as_if.balanced or not choice.changes):
         them = f"rank{'s' if len(slow) > 1 else ''} {rank_list(slow)} {'are' if len(slow) > 1 else 'is'}"
-        return Proposal(False, f"{them} slow, and the ratio is not at fault", split, choice, slow)
+        rest = "the ratio is not at fault" if as_if.balanced else \
+            f"no other split of {split.ranks} ranks is nearer to balance"
+        return Proposal(False, f"{them} slow, and {rest}", split, choice, slow)
     saved = (as_if.step_seconds - choice.best.step_seconds) * steps_left
     why = _against(as_if, choice, saved, steps_left, cost_seconds, past)
     if why is None:

@@ -97,7 +97,7 @@ def _mismatch(job: Job, seen: list[Seen]) -> Finding:
     for item in seen:
         for action, count in item.trouble.actions.items():
             actions[action] = actions.get(action, 0) + count
-    fatal = "refuse" in actions and _refused(job, "version")
+    fatal = _refused(job, "version")
     applied = "accept" in actions
     severity: Severity = "fatal" if fatal else "error" if applied else "warning"
     record = first.trouble.first
@@ -109,6 +109,7 @@ def _mismatch(job: Job, seen: list[Seen]) -> Finding:
                   f"{record.get('expected_incarnation')})"
     done = ", ".join(f"{count} {ACTIONS.get(action, action)}" for action, count in actions.items())
     end = " Nothing of a wrong version was applied." if actions and not applied else ""
+    end += " The run ended of it." if fatal else ""
     return Finding(
         cause="pool_version_mismatch", severity=severity, confidence=0.9,
         summary=f"{total} message{'s' if total > 1 else ''} of another weight version: {pairs_text(seen)}{versions}"
@@ -220,13 +221,14 @@ def _allowed(job: Job) -> str:
 
 
 def histogram(job: Job) -> dict[int, int]:
-    """Steps by staleness over the compute ranks: what the run summed up itself, else from its steps."""
+    """Steps by staleness: what the run summed up itself, else from the steps of the compute ranks. Ranks that say the
+    same count once."""
     found: dict[int, int] = {}
     for member in job.members.values():
         source = member.pool.histogram or ({value: lag.count for value, lag in member.pool.lags.items()}
                                            if member.role == COMPUTE else {})
         for value, count in source.items():
-            found[value] = found.get(value, 0) + count
+            found[value] = max(found.get(value, 0), count)
     return dict(sorted(found.items()))
 
 

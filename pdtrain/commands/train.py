@@ -122,6 +122,7 @@ def _checkpoint(resume: str | None, run_dir: Path | None) -> str | None:
 
 def start(loaded: Loaded, run_dir: Path | None, resume: str | None) -> int:
     """Start every rank on this machine and wait for the job."""
+    from pdtrain import in_use
     from pdtrain.config import to_toml
     from pdtrain.data import open_data
     from pdtrain.launch import launch
@@ -138,6 +139,7 @@ def start(loaded: Loaded, run_dir: Path | None, resume: str | None) -> int:
     run_dir = _run_directory(run_dir, loaded.name, resume)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        lock = in_use.take(run_dir)
         # The ranks read this copy: a file edited while they start must not give them different configurations.
         config = write_config(run_dir, to_toml(run))
     except OSError as error:
@@ -170,6 +172,8 @@ def start(loaded: Loaded, run_dir: Path | None, resume: str | None) -> int:
             from pdtrain.pools.keep import remove_all
 
             remove_all(Path(run.pools.keep), run_dir)
+        if lock >= 0:
+            os.close(lock)
 
 
 def _run_directory(given: Path | None, name: str, resume: str | None) -> Path:
@@ -195,6 +199,11 @@ def _become_rank(run: Run, run_dir: Path | None, resume: str | None) -> int:
         raise UsageError("under torchrun give --run-dir: all ranks must record in the same place")
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    from pdtrain.in_use import share
+    from pdtrain.restart import end_with_launcher
+
+    end_with_launcher()
+    share(run_dir)  # until this process ends
     target: Any = Path(resume) if resume and resume != LATEST else resume
 
     @record  # an exception leaves error.json for the launcher

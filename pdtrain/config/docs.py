@@ -156,6 +156,14 @@ EXAMPLES = (
         "kept state that nobody uses", _toml(pools='mode = "sync"\nupdate_ranks = 1\nkeep = "/dev/shm/pools"'),
         "kept_state_is_used",
     ),
+    Example(
+        "folder without a name", _toml(pools='mode = "sync"\nupdate_ranks = 1\noffload = ""'), "kept_state_is_used",
+    ),
+    Example(
+        "micro-batches that wait", _toml(pools='mode = "sync"\nupdate_ranks = 1\ngranularity = "micro_batch"'),
+        "micro_batches_leave_early",
+    ),
+    Example("a wait without end", _toml(pools='mode = "sync"\nupdate_ranks = 1\ntimeout_seconds = 1e300')),
     Example("pipeline (planned, not trained)", _toml(parallel="ranks = 2\npipeline = 2"), "no_pipeline_yet"),
     Example(
         "tensor without sequence parallel",

@@ -18,6 +18,8 @@ TENSOR_ROWS = ("attention", "dense_ffn", "embed_head")
 #: reports (kellerjordan.github.io/posts/muon, arXiv 2502.16982). The router does too: it is a classifier like the head,
 #: and the first suspect when routing collapses (Moonlight gives it to Muon; nobody reports a comparison).
 MUON_ROWS = ("attention", "experts", "shared_expert", "dense_ffn")
+#: Seconds that a wait for the other pool may outlast its limit (pdtrain.pools.links.MERCY_SECONDS), and some.
+SPEAKS_FIRST = 30.0
 #: `pools.staleness` where it is absent.
 STALENESS = 1
 #: Steps in which it can be measured how busy the pools are: `diag.artefacts.pool_records.SETTLING` of a start,
@@ -105,6 +107,13 @@ class Resolved:
     def staleness(self) -> int:
         """By how many steps the weights of a forward pass are old: 0 unless pools.mode is async."""
         return self.staleness_bound if self.run.pools.mode == "async" else 0
+
+    @property
+    def collective_seconds(self) -> float:
+        """Limit of one collective: train.timeout_seconds, and longer where a rank may come to it late because it waits
+        for the other pool, of which it shall be the first to speak."""
+        run = self.run
+        return run.train.timeout_seconds + (run.pools.timeout_seconds + SPEAKS_FIRST if run.pools.update_ranks else 0)
 
     def lr(self, row: str) -> float:
         """Peak learning rate of the row."""

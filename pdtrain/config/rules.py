@@ -229,10 +229,21 @@ def kept_state_is_used(run: Run) -> Iterator[Mistake]:
                 f"pools.{key}", value, 'is for a run with pools, but pools.mode = "off"',
                 'leave it out, or pools.mode = "sync", "stream" or "async"',
             )  # fmt: skip
-    if pools.mode != "off" and pools.keep is not None and not pools.restarts:
+    for key, value in (("keep", pools.keep), ("offload", pools.offload)):
+        if pools.mode != "off" and value == "":
+            yield Mistake(f"pools.{key}", value, "names no folder", 'leave it out, or use "." for the present one')
+    if pools.mode != "off" and pools.keep and not pools.restarts:
         yield Mistake(
             "pools.keep", pools.keep, "costs memory for nothing while nobody starts a dead rank again",
             "set pools.restarts (3, say), or start under torchrun --max-restarts", warning=True,
+        )  # fmt: skip
+
+
+def micro_batches_leave_early(run: Run) -> Iterator[Mistake]:
+    if run.pools.mode == "sync" and run.pools.granularity == "micro_batch":
+        yield Mistake(
+            "pools.granularity", "micro_batch", 'has no effect with pools.mode = "sync": all gradients leave together',
+            'leave it out, or use pools.mode = "stream"', warning=True,
         )  # fmt: skip
 
 
@@ -355,6 +366,7 @@ RULES: tuple[Rule, ...] = (
     bytes_fit_the_vocabulary,
     pools_have_ranks,
     kept_state_is_used,
+    micro_batches_leave_early,
     stale_weights_are_meant,
     what_a_payload_takes_is_fed_back,
     rebalancing_has_its_steps,

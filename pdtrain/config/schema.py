@@ -16,6 +16,8 @@ NonNegativeInt = Annotated[int, Meta(ge=0)]
 MOST_RANKS = 1_048_576
 Ranks = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
+#: A wait longer than a week is none; far beyond it the system's clocks overflow.
+Seconds = Annotated[float, Meta(gt=0, le=604800)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 OpenShare = Annotated[float, Meta(ge=0, lt=1)]
@@ -154,7 +156,7 @@ class Train(Section, frozen=True):
     val_sequences: Annotated[
         NonNegativeInt, Meta(description="sequences of the validation split to use; 0: no validation")
     ] = 64
-    timeout_seconds: Annotated[PositiveFloat, Meta(description="limit of one collective")] = 600.0
+    timeout_seconds: Annotated[Seconds, Meta(description="limit of one collective")] = 600.0
     on_spike: Annotated[
         OnSpike,
         Meta(
@@ -274,7 +276,7 @@ class Pools(Section, frozen=True):
         float, Meta(ge=0.01, le=1024, description="size of one message, in MB of payload; a larger shard travels whole")
     ] = 4.0
     buffers: Annotated[PositiveInt, Meta(description="messages per link that may wait to be sent")] = 8
-    timeout_seconds: Annotated[PositiveFloat, Meta(description="limit of one wait for the other pool")] = 600.0
+    timeout_seconds: Annotated[Seconds, Meta(description="limit of one wait for the other pool")] = 600.0
     resend_limit: Annotated[
         NonNegativeInt, Meta(description="how often a damaged message is sent again, and a refused step computed again")
     ] = 3

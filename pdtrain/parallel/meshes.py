@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from pdtrain.parallel.layout import Layout
 
@@ -40,8 +43,10 @@ class Meshes:
         return self.sparse["ep"]
 
 
-def create_meshes(layout: Layout, device_type: str) -> Meshes:
+def create_meshes(layout: Layout, device_type: str, timeout_seconds: float | None = None) -> Meshes:
     """Create every group of `layout`; the only place of the trainer that does. Needs an initialised default group.
+
+    `timeout_seconds`: limit of one collective; torch gives new groups its own default, not that of the default group.
 
     Every rank of the job calls it: creating a group is collective. Ranks of the update pool are in none of them.
     Raises RuntimeError when a group's members differ from what `layout.groups()` printed at start.
@@ -52,6 +57,10 @@ def create_meshes(layout: Layout, device_type: str) -> Meshes:
     meshes = Meshes(layout, world, dense, sparse)
     if world.get_coordinate() is None:
         return meshes
+    if timeout_seconds is not None:
+        for axis in (world, meshes.dp, meshes.tp, meshes.edp, meshes.ep):
+            if axis.size() > 1 and axis.get_group() is not dist.group.WORLD:
+                _set_pg_timeout(timedelta(seconds=timeout_seconds), axis.get_group())
     printed = layout.groups()
     for family, mesh in (("dp", meshes.dp), ("tp", meshes.tp), ("edp", meshes.edp), ("ep", meshes.ep)):
         ranks = mesh.mesh.flatten().tolist()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Receiver(LinkThread):
         self.judge = judge
         self.place = place
         self.alive: Callable[[float], bool] = lambda seconds: False  # asks the peer, through the other direction
+        self.others: Sequence[Receiver] = ()  # this rank's other links of the same direction
         self.oldest: dict[int, int] = {}  # step -> the oldest weight version among the gradients taken for it
         self.box: dict[tuple[Kind, int, int, int], tuple[Header, Tensor]] = {}
         self.attempts: dict[int, int] = {}  # step -> newest attempt
@@ -66,10 +67,19 @@ class Receiver(LinkThread):
                 alive, limit = True, limit + min(self.end.timeout_seconds, MERCY_SECONDS)
                 continue
             alive = alive and self.alive(PING_SECONDS)
+            error = self._blocked_by(limit) if alive else None
             with self.changed:
-                self.error = self.end.lost(f"no answer in {limit:g} s", self._wanted, waited, alive=alive)
+                self.error = error or self.end.lost(f"no answer in {limit:g} s", self._wanted, waited, alive=alive)
                 raise self.error
         return found[0]
+
+    def _blocked_by(self, seconds: float) -> PoolError | None:
+        """Another peer that is gone or silent: what a peer that lives waits for, in a collective of its own pool."""
+        for other in self.others:
+            if not other.alive(PING_SECONDS):
+                wanted = f"{self._wanted} from {self.end.names(self.end.peer)}"
+                return other.error or other.end.lost(f"no answer in {PING_SECONDS:g} s", wanted, seconds)
+        return None
 
     def _look(self, key: tuple[Kind, int, int, int], attempt: int, until: float) -> tuple[Tensor | None] | None:
         """What `take` returns, in a tuple; None when nothing has come by then."""

@@ -80,7 +80,7 @@ def join_compute(
 
     Raises UsageError: nothing to resume from, a checkpoint that does not fit, more update ranks than shards.
     """
-    compute, _ = _groups(layout)
+    compute, _ = _groups(resolved, layout)
     pieces = describe(model, rank)
     mine = {
         "pieces": [asdict(piece) for piece in pieces],
@@ -90,7 +90,7 @@ def join_compute(
         "begun": rank == 0 and has_begun(run_dir),
     }
     plan, told = _agree(resolved, layout, mine)
-    copies = _copies(plan)
+    copies = _copies(resolved, plan)
     journal = Journal("compute", told["starts"] + 1)
     side = ComputeSide(resolved, model, rows, plan, rank, compute, copies, journal)
     ends = _ends(resolved, layout, plan, rank, journal)
@@ -123,9 +123,9 @@ class UpdateRank:
 
         Raises UsageError like it.
         """
-        _, group = _groups(layout)
+        _, group = _groups(resolved, layout)
         plan, told = _agree(resolved, layout, {})
-        _copies(plan)
+        _copies(resolved, plan)
         self.resolved = resolved
         self.journal = Journal("update", told["starts"] + 1)
         held = Held()
@@ -274,17 +274,19 @@ def _place(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(shape), tuple(offset)
 
 
-def _groups(layout: Layout) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def _groups(resolved: Resolved, layout: Layout) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """The two pools; every rank of the job creates both."""
-    compute = dist.new_group(list(range(layout.ranks)), group_desc="compute pool")
-    update = dist.new_group(list(range(layout.ranks, layout.world)), backend="gloo", group_desc="update pool")
+    limit = timedelta(seconds=resolved.collective_seconds)
+    compute = dist.new_group(list(range(layout.ranks)), limit, group_desc="compute pool")
+    update = dist.new_group(list(range(layout.ranks, layout.world)), limit, "gloo", group_desc="update pool")
     return compute, update
 
 
-def _copies(plan: Plan) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def _copies(resolved: Resolved, plan: Plan) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """A group for every set of ranks that hold the same piece; every rank of the job creates them all."""
+    limit = timedelta(seconds=resolved.collective_seconds)
     holders = sorted({piece.holders for piece in plan.shared})
-    return {ranks: dist.new_group(list(ranks), group_desc="pool copies") for ranks in holders}
+    return {ranks: dist.new_group(list(ranks), limit, group_desc="pool copies") for ranks in holders}
 
 
 def _agree(resolved: Resolved, layout: Layout, mine: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
@@ -348,6 +350,7 @@ def _links(ends: list[End], rank: int, judge: Any, place: Any = None) -> tuple[d
             receivers[end.peer] = Receiver(end, judge, place)
     for peer, receiver in receivers.items():
         receiver.alive = senders[peer].ping
+        receiver.others = [other for other in receivers.values() if other is not receiver]
     return senders, receivers
 
 

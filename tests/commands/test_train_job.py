@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("torch")
@@ -110,3 +111,30 @@ def test_a_stopped_job_has_saved_what_it_did(folder: Path):
     )
     assert done.returncode == 0, done.stderr
     assert steps(folder / "run") == list(range(1, reached + 3))
+
+
+@pytest.mark.slow
+def test_ranks_end_saved_when_their_launcher_is_killed(folder: Path):
+    """Nobody else would stop them, and a resumed run would find them still writing to its directory."""
+    command = [*PDTRAIN, "train", "small.toml", "--run-dir", "run", "--set", "train.steps=100000"]
+    job = subprocess.Popen(command, cwd=folder, env=OUTSIDE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    ranks = []
+    try:
+        metrics = folder / "run" / "metrics.jsonl"
+        until = time.monotonic() + 120
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+            assert job.poll() is None and time.monotonic() < until
+            time.sleep(0.1)
+        ranks = psutil.Process(job.pid).children()
+        assert len(ranks) == 2
+        job.kill()
+        job.wait()
+        _, alive = psutil.wait_procs(ranks, timeout=120)
+        assert not alive, "the ranks train on without a launcher"
+        (saved,) = (path for path in (folder / "run" / "checkpoints").iterdir() if path.is_dir())
+        assert saved.name == f"step_{steps(folder / 'run')[-1]:08d}"
+    finally:
+        job.kill()
+        for rank in ranks:
+            if rank.is_running():
+                rank.kill()

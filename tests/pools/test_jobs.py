@@ -94,7 +94,7 @@ def test_what_cannot_be_recovered_is_one_line_that_names_both_ranks(
     said = ended.stderr + "".join(
         path.read_text() for path in (tmp_path / "run" / "logs" / "torchrun").rglob("stderr.log")
     )
-    assert words in said, said
+    assert words in said and "Fatal Python error" not in said, said
     assert 3 not in steps(tmp_path / "run"), "a step that never ended is recorded"
     for command in ("pools", "postmortem"):
         assert found_by(command, tmp_path / "run")[cause]["where"]["ranks"] == [1], command
@@ -153,6 +153,17 @@ def test_the_launcher_starts_dead_ranks_again_and_nothing_is_lost(tmp_path: Path
         again = found["pool_restarted"]
         assert found["verdict"] == "degraded" and again["where"]["ranks"] == [1], command
         assert [row["rank"] for row in again["numbers"]["failures"]] == [3, 1]
+
+
+@pytest.mark.slow
+def test_the_next_start_is_told_why_a_rank_gave_up(tmp_path: Path, whole: dict[int, float]) -> None:
+    fault = {"kind": "corrupt", "step": 3, "bucket": 0, "times": 99, "every_try": True, **UP}
+    done = job(tmp_path, "small.toml", "--run-dir", "run", "--set", "pools.restarts=1", faults=[fault])
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "run") == whole
+    again = found_by("pools", tmp_path / "run")["pool_restarted"]["summary"]
+    assert 'ended with exit status 1, saying "pools: rank ' in again, again
+    assert "SIGABRT" not in again + done.stderr and "Fatal Python error" not in done.stderr
 
 
 @pytest.mark.slow

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from pdtrain.pools.message import Damaged, Header, Kind, Status
+from pdtrain.pools.links import End
+from pdtrain.pools.message import Damaged, Header, Kind, PoolError, Status
+from pdtrain.pools.receiving import Receiver
 from tests.distributed import run_distributed
 
 
@@ -118,3 +120,32 @@ def test_a_silent_peer_is_named_in_bounded_time(tmp_path: Path):
     )
     assert received[0]["values"] == [[0.0], [1.0]], "nothing is taken for what did not come"
     assert "got no answer from rank 1 (update) in 1 s" in sent[0]["error"]
+
+
+class _Idle(Receiver):
+    """A receiving end to which nothing comes."""
+
+    def _run(self) -> None:
+        return
+
+
+@pytest.mark.parametrize("answers, named", [(True, "for rank 1 (compute), which answers but has not sent"),
+                                            (False, "got no answer from rank 0 (compute)")])
+def test_a_peer_that_waits_for_a_silent_one_is_not_blamed(answers: bool, named: str):
+    """Rank 1 lives and has sent nothing, because rank 0 does not come to their collective."""
+    notes: list[dict[str, Any]] = []
+
+    def names(rank: int) -> str:
+        return f"rank {rank} ({'compute' if rank < 2 else 'update'})"
+
+    def idle(peer: int) -> _Idle:
+        group: Any = None
+        end = End(group, 2, peer, "up", 1, 0.2, 3, 4, lambda name, **fields: notes.append(fields), names)
+        return _Idle(end, lambda peer, header: Status.OK)
+
+    one, other = idle(1), idle(0)
+    one.alive, other.alive, one.others = lambda seconds: True, lambda seconds: answers, [other]
+    with pytest.raises(PoolError) as error:
+        one.take(Kind.GRADIENTS, 9, 3)
+    assert named in str(error.value) and "gradients of step 9, bucket 3" in str(error.value)
+    assert [note["peer"] for note in notes] == [1 if answers else 0]

@@ -178,6 +178,16 @@ def test_a_wrong_version_names_who_sent_it(tmp_path: Path, action: str, severity
     assert ("Nothing of a wrong version was applied" in one["summary"]) is (action != "accept")
 
 
+def test_versions_that_ended_the_run_are_no_warning(tmp_path: Path) -> None:
+    said = "pools: gradients of step 12, bucket 3 were refused 4 times for their weight version; rank 0 gives up"
+    events = {2: [trouble("pool_version_mismatch", 12, 0, direction="up", bucket=3, version=9, expected=11,
+                          incarnation=1, expected_incarnation=1, action="recompute")],
+              0: [{"event": "exception", "time": 1.8e9, "step": 61, "type": "PoolError", "message": said}]}
+    found = report(tmp_path, Run(events=events, ends={0: ""}))
+    one = finding(found, "pool_version_mismatch")
+    assert found["verdict"] == "failed" and one["severity"] == "fatal" and "The run ended of it" in one["summary"]
+
+
 def test_versions_accepted_within_the_bound_are_what_async_is(tmp_path: Path) -> None:
     events = {2: [trouble("pool_version_mismatch", 12, 0, direction="up", bucket=3, version=10, expected=11,
                           action="accept")]}
@@ -208,6 +218,16 @@ def test_a_lost_rank_is_named_and_not_those_that_say_it(tmp_path: Path) -> None:
     one = finding(found, "pool_member_lost")
     assert found["verdict"] == "failed" and one["where"]["ranks"] == [2] and one["role"] == "root"
     assert "Update rank 2" in one["summary"] and "weights of step 41" in one["summary"]
+
+
+def test_a_rank_that_recorded_nothing_is_not_said_to_be_killed(tmp_path: Path) -> None:
+    """It went while it joined, before it could record: an error of its own as likely as a kill."""
+    gone = {"direction": "down", "waiting_for": "weights of step 1, bucket 3", "reason": "connection closed"}
+    path = Run(compute=2, update=1, events={0: [trouble("pool_peer_lost", 1, 2, **gone)]}, ends={0: "end"}).write(
+        tmp_path / "run")
+    (path / "events" / "rank_2.jsonl").unlink()
+    one = finding(pdtrain("diag", "pools", path, "--json").json(), "pool_member_lost")
+    assert one["where"]["ranks"] == [2] and "killed" not in one["summary"] and "its own log" in one["summary"]
 
 
 def test_a_rank_that_does_not_answer(tmp_path: Path) -> None:

@@ -78,7 +78,8 @@ def test_what_is_to_be_typed_is_taken(tmp_path: Path) -> None:
     """A run's config.toml has every key written out, the accumulation too, so that other ranks alone do not fit."""
     shown = pdtrain("train", "--preset", "tiny", "--set", "pools.mode=sync", "--set", "pools.update_ranks=2", "--set",
                     "modules.attention.tensor=1", "--set", "modules.experts.expert=1", "--set", "train.micro_batch=4",
-                    "--set", "train.train_batch=48", "--print-config")
+                    "--set", "train.train_batch=48", "--set", "pools.rebalance=auto", "--set", "pools.restarts=2",
+                    "--set", "pools.keep=/dev/shm/kept", "--print-config")
     run = tmp_path / "a run"
     run.mkdir()
     (run / "config.toml").write_text(shown.out)
@@ -86,7 +87,8 @@ def test_what_is_to_be_typed_is_taken(tmp_path: Path) -> None:
     assert isinstance(config, RunConfig)
     limits = Limits.of(config)
     assert (limits.batch, limits.micro_batch) == (48, 4)
-    typed = [command(limits, str(run), 3, 1), command(limits, str(run), 6, 2), command_without(limits, str(run), 4)]
+    typed = [command(limits, str(run), 3, 1), command(limits, str(run), 6, 2),
+             command_without(limits, str(run), 4, config)]
     for line in typed:
         done = pdtrain(*shlex.split(line)[1:], "--dry-run")
         assert done.status == 0, done.err

@@ -81,6 +81,9 @@ def test_a_slow_rank_is_no_reason() -> None:
     def slow_update(rank: Measured) -> Measured:
         return replace(rank, busy=0.95) if rank.rank == 3 else rank
 
+    assert found.why == "rank 1 is slow, and the ratio is not at fault"
+    uneven = asked(pools(2, 1, 0.95, 0.05, 1.0, slow_compute), legal=lambda c, u: False)
+    assert uneven.why == "rank 1 is slow, and no other split of 3 ranks is nearer to balance", "the ratio is bad too"
     found = asked(pools(2, 3, 0.4, 0.4, 1.0, slow_update))
     assert not found.change or found.slow == [3]
     found = asked(pools(2, 2, 0.3, 0.3, 1.0, slow_update))
