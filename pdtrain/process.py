@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from diag.errors import UsageError
+from pdtrain.restart import launcher_is_gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,8 @@ def _quieten() -> None:
 
 
 class StopRequest:
-    """Turns SIGTERM and SIGINT into a flag that the loop reads between steps; a second signal ends the process."""
+    """Turns SIGTERM, SIGINT and the death of our launcher into a flag that the loop reads between steps; a second
+    signal ends the process."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -106,4 +108,11 @@ class StopRequest:
         self.signal = signal.Signals(number)
 
     def __bool__(self) -> bool:
-        return self.signal is not None
+        return self.signal is not None or launcher_is_gone()
+
+    @property
+    def why(self) -> str:
+        """Who asks."""
+        if self.signal is not None:
+            return self.signal.name
+        return "the launcher was killed" if launcher_is_gone() else "a stop request of another rank"

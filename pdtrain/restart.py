@@ -4,33 +4,25 @@ own `--max-restarts`), and each rank learns here that it is not the first to be 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 #: Set by our own launcher, which knows more than torchrun tells: who died, and how.
 VARIABLE = "PDTRAIN_RESTART"
-#: Our own launcher's process, for its ranks: `end_with_launcher`.
+#: Our own launcher's process, for its ranks.
 LAUNCHER = "PDTRAIN_LAUNCHER_PID"
-PR_SET_PDEATHSIG = 1
+#: Who had started this process; torchrun or a wrapper where that is not our launcher.
+_PARENT = os.getppid()
 
 
-def end_with_launcher() -> None:
-    """In a rank: have the kernel send SIGTERM, on which a rank saves and exits, when our launcher is killed.
+def launcher_is_gone() -> bool:
+    """Whether our launcher, which had started this rank, was killed: nobody else would stop the rank.
 
-    Nobody else would stop the ranks, and a resumed run would find them still writing to its directory. Linux only.
+    (The kernel's own notice, PR_SET_PDEATHSIG, comes once for every thread that the launcher had.)
     """
-    launcher = os.environ.get(LAUNCHER)
-    if launcher != str(os.getppid()):  # torchrun, or a wrapper, has started this process
-        return
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    if launcher != str(os.getppid()):  # killed just now
-        os.kill(os.getpid(), signal.SIGTERM)
+    return os.environ.get(LAUNCHER) == str(_PARENT) and os.getppid() != _PARENT
 
 
 @dataclass(frozen=True, slots=True)

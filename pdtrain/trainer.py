@@ -181,8 +181,7 @@ def _train(resolved: Resolved, run_dir: Path, resume: Path | Literal["latest"] |
             if isinstance(checkpoints, RemoteCheckpointer):
                 checkpoints.go_on(step)
             if stopping:
-                name = stop_request.signal.name if stop_request.signal else "a stop request of another rank"
-                instruments.note(f"{name}: stopped after step {step}, saved, resume with --resume")
+                instruments.note(f"{stop_request.why}: stopped after step {step}, saved, resume with --resume")
                 break
             if regroups:
                 break

@@ -199,10 +199,9 @@ def _become_rank(run: Run, run_dir: Path | None, resume: str | None) -> int:
         raise UsageError("under torchrun give --run-dir: all ranks must record in the same place")
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    import pdtrain.restart  # noqa: F401  # it remembers who has started this process, before torch takes its seconds
     from pdtrain.in_use import share
-    from pdtrain.restart import end_with_launcher
 
-    end_with_launcher()
     share(run_dir)  # until this process ends
     target: Any = Path(resume) if resume and resume != LATEST else resume
 
