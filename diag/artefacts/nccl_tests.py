@@ -33,6 +33,9 @@ _DEVICE = re.compile(r"#\s+Rank\s+([0-9]{1,9}).*?Pid\s+([0-9]{1,9}) on\s+(\S+) d
 _TEST = re.compile(r"Collective test starting: (\w+?)_perf|\b(all_reduce|all_gather|reduce_scatter|alltoall|broadcast"
                    r"|sendrecv|reduce|gather|scatter|hypercube)_perf\b")
 _BEGINS = re.compile(r"# nThread |Collective test starting|(?<!concluded: )\b[a-z_]{4,20}_perf\b")
+#: Of the library, of a program, of the scheduler, of mpirun: such a file is the log of a failure.
+_COMPLAINTS = re.compile(rb"NCCL WARN|Traceback \(most|Test NCCL failure|^(?:srun|slurmstepd): error"
+                         rb"|^mpirun noticed that|exited on signal \d|^Segmentation fault|\(core dumped\)", re.M)
 _BOUNDS = re.compile(r"Out of bounds values : ([0-9]{1,18}) (OK|FAILED)")
 _AVERAGE = re.compile(rf"Avg bus bandwidth\s*:\s*{_FLOAT}")
 
@@ -74,7 +77,7 @@ def sniff(head: bytes, name: str) -> float:
     """A table row under its heading, or the JSON keys. What also holds complaints is a log of a failure."""
     if head.lstrip().startswith(b"{"):
         return 0.95 if b'"results"' in head and (b'"bus_bw"' in head or b'"average_bus_bandwidth"' in head) else 0.0
-    if b"NCCL WARN" in head or b"Traceback (most" in head or b"Test NCCL failure" in head:
+    if _COMPLAINTS.search(head):
         return 0.0
     return 0.9 if b"busbw" in head and b"algbw" in head and _SNIFF_ROW.search(head) else 0.0
 

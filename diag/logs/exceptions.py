@@ -52,8 +52,8 @@ WAITS_BELOW = {"hccl-wait", "hccl-peer-absent"}
 MESSAGE_LINES = 5
 #: Lines after the end of a traceback that still belong to its message.
 REACH = 3
-#: Said of a process that ended: below a traceback such a line tells how the process left, not what the exception was.
-ENDS = frozenset({"segfault", "killed_unconfirmed"})
+#: Said of a process or job that ended: below a traceback such a line tells how it left, not what the exception was.
+ENDS = frozenset({"segfault", "killed_unconfirmed", "preempted", "scheduler_time_limit", "node_failure"})
 
 
 @dataclass
@@ -70,7 +70,6 @@ def claims(view: View) -> tuple[dict[int, list[Item]], list[Raised], list[Raised
     claimed: dict[int, list[Item]] = {}
     free: list[Raised] = []
     reporters: list[Raised] = []
-    ignored = [(i.place.log, i.line) for i in view.of("ignored-exception")]
     for number, raised in enumerate(view.raised):
         spans = _spans(raised)
         inside = [item for item in view.items if item.place.log == raised.place.log and not item.event.quoted
@@ -80,8 +79,7 @@ def claims(view: View) -> tuple[dict[int, list[Item]], list[Raised], list[Raised
                  and not _leaves(i, raised)]
         victims = [i for i in inside if (i.rule.role == "victim" and i.rule.id != "launcher-wrappers"
                                          and not _leaves(i, raised)) or i.rule.id in TELLING_FACTS]
-        hushed = any(log == raised.place.log and 0 < raised.traceback.line - line < 60 for log, line in ignored)
-        if hushed or carries(view, raised):
+        if raised in view.ignored or carries(view, raised):
             reporters.append(raised)
         elif known:
             claimed[number] = known

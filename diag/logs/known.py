@@ -28,11 +28,13 @@ def signature_findings(view: View) -> list[Finding]:
     """One finding per cause that some initiating line names."""
     groups: dict[str, list[Item]] = {}
     silenced = {(item.place.log, item.line) for item in view.items if item.rule.role == "noise"}
+    # what a destructor meets while a worker goes down is no cause: the exception that took it down comes with it
+    ignored = {(raised.place.log, raised.traceback.line) for raised in view.ignored}
     for item in view.items:
         rule = item.rule
         if rule.role != "initiating" or rule.cause is None or item.event.quoted or rule.id in GENERIC:
             continue
-        if (item.place.log, item.line) in silenced and rule.sure < 0.9:
+        if (item.place.log, item.line) in silenced and rule.sure < 0.9 or (item.place.log, item.line) in ignored:
             continue
         groups.setdefault(rule.cause, []).append(item)
     return [build(view, cause, items) for cause, items in groups.items()]

@@ -37,7 +37,10 @@ FOREIGN_BYTES = 6 * 2**30
 MARGIN = 0.05
 #: A request of so many bytes comes from the pool for small tensors, which idle memory of the large one cannot serve.
 SMALL_SEGMENT_BYTES = 2 << 20
-_OPTIMIZER = re.compile(r"optim|adam|lamb|sgd|exp_avg|_init_group|state\[|master|fp32_groups", re.I)
+#: A frame that makes optimizer states, read without the folders above its file ("adam" is also a user's name).
+_OPTIMIZER = re.compile(r"optim|adam|lamb(?!da)|sgd|exp_avg|_init_group|state\[|master|fp32_groups", re.I)
+#: While optimizer states are made, more of them are to come: less idle memory than this share would not have saved it.
+IDLE_SHARE = 0.1
 
 
 def readable(value: float) -> str:
@@ -71,6 +74,7 @@ def refine_cuda_oom(view: View, finding: Finding, items: list[Item]) -> Finding:
     total, free = size.get("total"), size.get("free", 0.0)
     # In a container the sentence cannot tell its own process from others: what PyTorch holds is its own at least.
     own = max(size.get("process", 0.0), size.get("allocated", 0.0) + (idle or 0.0), size.get("reserved", 0.0))
+    states = any(_OPTIMIZER.search(text) for text in _innermost(view, first))
     elsewhere = None
     if total and own:
         elsewhere = total - free - own
@@ -80,9 +84,10 @@ def refine_cuda_oom(view: View, finding: Finding, items: list[Item]) -> Finding:
         cause, why = "cuda_oom_shared_gpu", "another process holds much of the same GPU"
     elif refused := _refused(size):
         why = refused
-    elif idle is not None and "request" in size and idle > size["request"] > SMALL_SEGMENT_BYTES:
+    elif idle is not None and "request" in size and idle > size["request"] > SMALL_SEGMENT_BYTES and not (
+            states and idle < IDLE_SHARE * (total or 0.0)):
         cause, why = "cuda_oom_fragmentation", "reserved but unallocated memory exceeds the request"
-    elif any(_OPTIMIZER.search(text) for text in _innermost(view, first)):
+    elif states:
         cause, why = "cuda_oom_optimizer", "while the optimizer states were created"
     elif not size and _before_any_model(view, first):
         cause, why = "cuda_oom_shared_gpu", "before this run had put anything on the GPU"
@@ -117,7 +122,7 @@ def _refused(size: dict[str, float]) -> str:
 def _innermost(view: View, item: Item) -> list[str]:
     """The innermost frames in words; of a traceback that lost its head, the last lines above the message."""
     if frames := _frames(view, item):
-        return [f"{f.file}:{f.function} {f.code}" for f in frames[-3:]]
+        return [f"{'/'.join(f.file.split('/')[-2:])}:{f.function} {f.code}" for f in frames[-3:]]
     above = [s.text for s in item.log.tail if item.line - 6 <= s.line < item.line]
     return above if any('File "' in text for text in above) else []
 

@@ -21,6 +21,8 @@ from diag.signatures import Rule
 
 #: Clocks of two hosts may differ by this many seconds without saying anything about order.
 SKEW_SECONDS = 2.0
+#: The exception that Python ignores stands at most this many lines below the words that say so.
+IGNORED_LINES = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,17 @@ class View:
     def progress(self) -> list[tuple[int, Progress]]:
         """Training progress (not bars of preparation or summaries) with its log, in reading order."""
         return [(index, p) for index, log in enumerate(self.logs) for p in log.progress if is_training(p)]
+
+    @cached_property
+    def ignored(self) -> list[Raised]:
+        """The tracebacks under "Exception ignored in", of destructors: the nearest below each such line, no other."""
+        found: list[Raised] = []
+        for item in self.of("ignored-exception"):
+            below = [r for r in self.raised if r.place.log == item.place.log
+                     and r.traceback.speaker.mark == item.event.speaker.mark
+                     and 0 < r.traceback.line - item.line < IGNORED_LINES]
+            found += sorted(below, key=lambda raised: raised.traceback.line)[:1]
+        return found
 
     def progress_after(self, place: Place) -> int:
         """How many progress lines of the same log come after a place."""
