@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from diag.artefacts import Artefact, Source, Unreadable
+from diag.artefacts import Artefact, Source, Unreadable, log
 
 NAME = "nccl-tests"
 MAX_BYTES = 64 << 20
@@ -82,10 +82,12 @@ def sniff(head: bytes, name: str) -> float:
     return 0.9 if b"busbw" in head and b"algbw" in head and _SNIFF_ROW.search(head) else 0.0
 
 
-def read(source: Source) -> NcclTests | Unreadable:
-    """Every row of both halves of each table."""
+def read(source: Source) -> Artefact:
+    """Every row of both halves of each table; a log, where complaints stand below what was sniffed at."""
     with source.open() as stream:
         data = stream.read(MAX_BYTES)
+    if _COMPLAINTS.search(data):
+        return log.read(source)
     result = NcclTests(path=source.path, format=NAME, bytes=source.bytes)
     if data.lstrip().startswith(b"{"):
         try:

@@ -8,6 +8,7 @@ from diag.logs.endings import (
     AT_EXIT,
     SIGNALS,
     attach_exits,
+    ended_well,
     exits,
     finished_at,
     jit_lock,
@@ -72,6 +73,7 @@ def findings_of(view: View) -> list[Finding]:
             fingerprints(view, finding)
         checkpoint_ranks(view, finding)
         store_of_a_running_job(view, finding)
+        store_after_an_exit(view, finding)
         node_of_an_actor(view, finding)
     found = [*known, *exception_findings(view), *waiting_findings(view)]
     found += [f for f in startup_findings(view) if f.confidence >= SURE_ABSENCE or not found]
@@ -86,7 +88,11 @@ def findings_of(view: View) -> list[Finding]:
             alive.append(quiet)
     if not alive:
         promoted = promote(view)
-        if not promoted or promoted[0].cause == "preempted" or (promoted[0].cause == "segfault" and peer_gone(view)):
+        for finding in promoted:
+            store_after_an_exit(view, finding)
+        best = promoted[0] if promoted else None
+        if best is None or best.role == "victim" or best.cause == "preempted" or \
+                (best.cause == "segfault" and peer_gone(view)):
             # a step is also cancelled because a task has failed, and a watchdog aborts because a peer has gone
             other = silent_failure(view) or peer_gone(view)
             promoted = [other] if other is not None else promoted
@@ -142,6 +148,16 @@ def store_of_a_running_job(view: View, finding: Finding) -> None:
             frame.function in ("num_nodes_waiting", "_exit_barrier") for raised in view.raised
             for frame in raised.traceback.frames if raised.short.startswith("Rendezvous")):
         finding.cause, finding.confidence = "store_lost", max(finding.confidence, 0.6)
+
+
+def store_after_an_exit(view: View, finding: Finding) -> None:
+    """The store goes with the agent whose rank has failed: an exit above the complaint came first, whatever it was."""
+    first = silent_failure(view)
+    if finding.cause not in ("store_lost", "rendezvous_timeout") or first is None or not finding.evidence:
+        return
+    said, told = finding.evidence[0], first.evidence[:1]
+    if told and told[0].path == said.path and (told[0].line or 0) < (said.line or 0):
+        finding.severity, finding.role = "info", "victim"
 
 
 def node_of_an_actor(view: View, finding: Finding) -> None:
@@ -214,9 +230,16 @@ def survived(view: View, found: list[Finding]) -> None:
         if log is None or not lines:
             continue
         steps = {p.step for number, p in view.progress if number == log and p.line > max(lines)}
+        if finding.cause == "driver_mismatch" and _set_up(view, log, max(lines)):  # NVML alone; CUDA does not need it
+            finding.severity, finding.role = "info", "context"
         if len(steps) >= SURVIVED_STEPS and not _ends_it(view, log, max(lines)):
             finding.severity, finding.role = "info", "context"
             finding.numbers["survived_steps"] = len(steps)
+
+
+def _set_up(view: View, log: int, line: int) -> bool:
+    """Whether NCCL set up a communicator below a line."""
+    return any(i.groups["state"] == "COMPLETE" and i.place.log == log and i.line > line for i in view.of("nccl-init"))
 
 
 def _ends_it(view: View, log: int, line: int) -> bool:
@@ -278,6 +301,9 @@ def at_exit(view: View, found: list[Finding]) -> None:
         if finding is not lead:
             finding.severity, finding.role = "info", "context"
     lead.numbers["seen_as"] = lead.cause
+    if ended_well(view, done.place):  # the ranks only left one after the other
+        lead.severity, lead.role = "info", "context"
+        return
     lead.cause, lead.severity, lead.confidence = "teardown_hang", "warning", max(0.75, lead.confidence)
     lead.summary = f"The work was finished before this; only the exit failed: {lead.summary}"
     lead.where = Where(time=lead.where.time)

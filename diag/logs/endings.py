@@ -295,7 +295,21 @@ def finished_at(view: View) -> Item | None:
     if not done:
         return None
     last = done[-1]
-    return None if view.progress_after(last.place) > 1 else last
+    return None if view.progress_after(last.place) > 1 or _begun_anew(view, last.place) else last
+
+
+def _begun_anew(view: View, done: Place) -> bool:
+    """Whether another run of the same program follows in the same file: it repeats a line of the start word by word."""
+    starts = [i for i in view.of("world-size", "fused-kernels-wait") if i.place.log == done.log]
+    before = {i.event.text for i in starts if i.line < done.line}
+    return any(i.line > done.line and i.event.text in before for i in starts)
+
+
+def ended_well(view: View, done: Place) -> bool:
+    """Whether the launcher says that processes ended well after the work was done, and of none that it did not."""
+    later = [e for e in exits(view) if done.before(e.place) is not False]
+    return any(done.before(i.place) is True for i in view.of("deepspeed-success")) and \
+        not any(e.code != 0 for e in later)
 
 
 def _processes_ended_well(view: View) -> list[Item]:

@@ -21,6 +21,8 @@ from diag.schema import Finding, Where
 _LOST = re.compile(r"Connection reset|Broken pipe|Connection closed|failed to recv|Connection refused")
 #: A batch counter this close to its end is "at the end of the epoch".
 NEAR_END = 2
+#: A bar of work, with its count and its total.
+_BAR = re.compile(r"\d%\|[^|]{0,400}\| {0,8}(\d+)/(\d+) \[")
 #: Work of one rank counts when it is the last thing done before the timeout, or goes on around it.
 WORK = ("prep-work", "save-start", "eval-work")
 
@@ -102,8 +104,12 @@ def late_joiners(view: View, first: Item) -> list[Item]:
 def busy_rank(view: View, first: Item, waiting: set[int]) -> tuple[Item, list[int]] | None:
     """Work that was going on when the first wait ran out, and whose it was when that can be told."""
     best: Item | None = None
+    full = _full_bars(view)
     for item in view.of(*WORK):
         if item.rank is not None and item.rank in waiting:
+            continue
+        bar = _BAR.search(item.event.text)
+        if bar is not None and item.line <= full.get((item.place.log, bar[2]), 0):
             continue
         if item.place.log != first.place.log and item.place.before(first.place) is None:
             continue
@@ -127,6 +133,12 @@ def busy_rank(view: View, first: Item, waiting: set[int]) -> tuple[Item, list[in
         if len(silent) == 1 or (waiting and silent and 0 in silent and len(silent) <= world // 2):
             return best, [min(silent)] if 0 in silent else sorted(silent)
     return best, []
+
+
+def _full_bars(view: View) -> dict[tuple[int, str], int]:
+    """The last line, per log and total, at which a bar had reached its end: that work was done by then."""
+    bars = [(i, _BAR.search(i.event.text)) for i in view.of(*WORK)]
+    return {(item.place.log, bar[2]): item.line for item, bar in bars if bar is not None and bar[1] == bar[2]}
 
 
 def _trained_between(view: View, start: Place, end: Place) -> bool:

@@ -9,6 +9,7 @@ import pytest
 
 from diag.artefacts import Artefact, Artefacts, Unreadable, ibstat, memory_source, nccl_tests, nvidia_smi, recognise
 from diag.artefacts.ibstat import Ibstat
+from diag.artefacts.log_facts import Log
 from diag.artefacts.nccl_ras import NcclRas
 from diag.artefacts.nccl_tests import NcclTests
 from diag.artefacts.nvidia_smi import NvidiaSmi
@@ -279,6 +280,15 @@ def test_nccl_tests_table() -> None:
     assert low.cause == "bandwidth_low" and low.numbers["floor"] == 460.0 and low.evidence[0].line == 13
     (bad,) = alarms(read(table(480.0, wrong=5)))
     assert bad.cause == "collective_wrong_result" and bad.severity == "error"
+
+
+@pytest.mark.parametrize("above", [1, 1500], ids=["within the head", "below the head"])
+def test_a_table_that_the_scheduler_cut_short_is_a_log(above: int) -> None:
+    """Such a file once passed for a healthy measurement: the words that ended it stand below the table."""
+    row = "  17179869184    4294967296     float     sum      -1    65000   264.31   462.54      0\n"
+    item = read(f"{table(480.0)}{row * above}"
+                "slurmstepd: error: *** JOB 4711 ON gpu-7 CANCELLED AT 2026-02-11T02:26:09 DUE TO TIME LIMIT ***\n")
+    assert isinstance(item, Log) and any(event.rule == "slurm-time-limit" for event in item.events)
 
 
 def test_hardware_without_a_floor_is_not_judged() -> None:
