@@ -14,7 +14,7 @@ LAST_LINES = 12
 _TRAILING = re.compile(r"NCCL (?:WARN|ERROR)|return ?code[ =:]+(?!0\b)-?\d|exited with code (?!0\b)-?\d"
                        r"|exit(?:ed)? (?:with )?(?:code|status)[ :=]+(?!0\b)-?\d")
 #: Marks of a regular end beside those of the training loop itself.
-_ENDS = ("done-training", "planned-exit", "save-done")
+_ENDS = ("done-training", "planned-exit", "save-done", "agent-success")
 
 
 def no_health(view: View) -> Finding | None:
