@@ -56,6 +56,18 @@ REACH = 3
 ENDS = frozenset({"segfault", "killed_unconfirmed", "preempted", "scheduler_time_limit", "node_failure"})
 
 
+#: What cannot be imported is a matter of the environment, not of the program.
+_IMPORTS = {"ModuleNotFoundError", "ImportError"}
+IMPORT_FIX = (
+    "Import it by hand with the job's own interpreter, on the host and in the container where it failed; the paths in "
+    "the traceback say which interpreter that is.",
+    "No such module: install it there, on every host (or activate the environment in the job script, not in the login "
+    "shell).",
+    "Undefined symbol or a missing lib*.so: it was built against another torch or CUDA; rebuild it against the one "
+    "that is installed (python -c 'import torch; print(torch.__version__, torch.version.cuda)').",
+)
+
+
 @dataclass
 class Group:
     """The same exception, wherever it was raised."""
@@ -197,7 +209,8 @@ def _finding(view: View, group: Group) -> Finding | None:
     return Finding(cause=cause, summary=summary, severity="fatal", confidence=sure,
                    where=Where(ranks=named, hosts=hosts, file=frame.file if frame else None,
                                line=frame.line if frame else None, time=proof[0].time),
-                   evidence=proof[:5], numbers=numbers)
+                   evidence=proof[:5], numbers=numbers,
+                   fix=list(IMPORT_FIX) if kind.rsplit(".", 1)[-1] in _IMPORTS else [])
 
 
 def _reads_checkpoint(origin: Traceback) -> bool:

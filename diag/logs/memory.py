@@ -37,6 +37,13 @@ FOREIGN_BYTES = 6 * 2**30
 MARGIN = 0.05
 #: A request of so many bytes comes from the pool for small tensors, which idle memory of the large one cannot serve.
 SMALL_SEGMENT_BYTES = 2 << 20
+#: What helps when the optimizer's states do not fit; a smaller batch frees nothing of them.
+STATES_FIX = (
+    "Shard the optimizer states over the data-parallel ranks (ZeRO 1, FSDP, a distributed optimizer): with "
+    "FP32 masters they are 12 of the 16 bytes per parameter.",
+    "Is the sharding in effect? A pipeline or fp16 engine of some trainers keeps whole states on every rank.",
+    "Else more tensor- or pipeline-parallel ranks, states in fewer bits, or states on the host.",
+)
 #: A frame that makes optimizer states, read without the folders above its file ("adam" is also a user's name).
 _OPTIMIZER = re.compile(r"optim|adam|lamb(?!da)|sgd|exp_avg|_init_group|state\[|master|fp32_groups", re.I)
 #: While optimizer states are made, more of them are to come: less idle memory than this share would not have saved it.
@@ -97,6 +104,8 @@ def refine_cuda_oom(view: View, finding: Finding, items: list[Item]) -> Finding:
         why = f"{readable(short)} too much for {readable(total)} even with all that lies idle" if short > 0 else \
             f"{readable(free)} free and {readable(idle or 0)} idle would hold it, but not in one piece"
     finding.cause = cause
+    if cause == "cuda_oom_optimizer" and not finding.fix:
+        finding.fix = list(STATES_FIX)
     if why:
         finding.summary += f"; {why}"
         finding.confidence = min(finding.confidence, 0.85)
