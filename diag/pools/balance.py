@@ -100,13 +100,15 @@ def _gradients_late(job: Job, slow: Sequence[Slow], split: Split) -> Finding:
 
 def _imbalance(job: Job, split: Split, choice: Choice, *, alike: bool) -> Finding:
     idle = "update" if split.points > 0 else "compute"
+    longest = choice.best.longest_seconds
     summary = (f"The pools are out of balance: compute ranks are busy {split.compute_busy:.0%} of a step, update ranks "
                f"{split.update_busy:.0%}. {verdict(choice)}")
     numbers: dict[str, Any] = {
         "compute_busy": round(split.compute_busy, 4), "update_busy": round(split.update_busy, 4),
         "gap_points": round(split.points, 1), "compute_ranks_per_update_rank": round(split.work_ratio, 2),
         "balances": choice.balances, "recommended_compute": choice.best.compute,
-        "recommended_update": choice.best.update, "splits": table(job, choice),
+        "recommended_update": choice.best.update, "longest_step_seconds": longest and round(longest, 6),
+        "splits": table(job, choice),
     }
     return Finding(
         cause="pool_imbalance", severity="warning", confidence=0.85 if alike else 0.5, summary=summary,
@@ -126,7 +128,9 @@ def verdict(choice: Choice) -> str:
         return f"No split of {now.ranks} ranks evens that out{near}: {keeps}."
     if not choice.changes:
         return f"With every rank as fast as its like, {now.text} would balance."
-    costs = f"; predicted step {_seconds(best.step_seconds)} against {_seconds(now.step_seconds)}"
+    step, most = _seconds(best.step_seconds), _seconds(best.longest_seconds or 0.0)
+    to = f" to {most}" if most != step and best.longest_seconds else ""
+    costs = f"; predicted step {step}{to} against {_seconds(now.step_seconds)}"
     slower = ", so balance costs time: idle ranks are better given other work" if choice.gain < -WORTH else ""
     return f"{best.text} (compute + update) would balance{costs}{slower}: {keeps}."
 

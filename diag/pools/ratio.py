@@ -3,7 +3,9 @@
 The model, stated wherever a prediction is shown: the global batch stays, so that the work of a pool is constant and is
 divided by its ranks. A compute rank that is busy for `c` seconds per step among C is busy for c·C/C' among C'; an
 update rank likewise, since state, gradients and weights are sharded over the pool. What the two pools do at the same
-time keeps its share of the shorter one; a wait that neither explains (latency, the link) stays as it was.
+time keeps its share of the shorter one, at best; at worst it lasts as long as now, because an update of fresh weights
+hides only behind the work that comes before the first of them are needed, which no other split makes longer. A wait
+that neither explains (latency, the link) stays as it was.
 
 It does not know about processors that ranks share, exchanges inside the compute pool that grow with it, or work that
 every rank repeats: measure again after a change.
@@ -28,13 +30,17 @@ def split_words(split: tuple[int, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Ranks of both pools, and seconds per step: what one rank of each is busy for (mean), and the step."""
+    """Ranks of both pools, and seconds per step: what one rank of each is busy for (mean), and the step.
+
+    `longest_seconds`: of a predicted step, at worst; None where it was measured.
+    """
 
     compute: int
     update: int
     compute_seconds: float
     update_seconds: float
     step_seconds: float
+    longest_seconds: float | None = None
 
     @property
     def ranks(self) -> int:
@@ -103,7 +109,8 @@ def predicted(now: Split, compute: int, update: int) -> Split:
         step = ours + theirs - min(together / shorter, 1.0) * min(ours, theirs)
     else:
         step = ours + theirs - min(together, 0.0)
-    return Split(compute, update, ours, theirs, max(step, ours, theirs))
+    step = max(step, ours, theirs)
+    return Split(compute, update, ours, theirs, step, max(step, ours + theirs - min(together, ours, theirs)))
 
 
 def without(now: Split, excess: float, update_seconds: float) -> Split:

@@ -99,7 +99,7 @@ def propose(
     why = _against(as_if, choice, saved, steps_left, cost_seconds, past)
     if why is None:
         why = (f"the busy shares are {abs(split.points):.0f} points apart, and {choice.best.text} is predicted to save "
-               f"{saved:,.0f} s in the remaining {steps_left:,} steps")
+               f"up to {saved:,.0f} s in the remaining {steps_left:,} steps")
         return Proposal(True, why, split, choice, slow, saved, cost_seconds)
     return Proposal(False, why, split, choice, slow, saved, cost_seconds)
 

@@ -10,6 +10,7 @@ import pytest
 from diag.artefacts import memory_source
 from diag.artefacts.run_config import RunConfig
 from diag.artefacts.run_config import read as read_config
+from diag.pools.balance import verdict
 from diag.pools.legal import Limits, command, command_without
 from diag.pools.ratio import Split, choose, predicted, unseparated
 from tests.diag.helpers import pdtrain
@@ -35,6 +36,15 @@ def test_pools_that_overlap_are_as_long_as_the_longer() -> None:
     assert other.step_seconds == pytest.approx(max(0.4 * 4 / 6, 0.12 * 4 / 2))
     choice = choose(now, anything)
     assert choice.balances and choice.best.update == 2 and choice.gain > 0.3
+
+
+def test_an_update_hides_at_worst_as_long_as_now() -> None:
+    """0.6 s per sequence before the first weights are needed: 3 + 1 was measured to take what 2 + 2 takes."""
+    other = predicted(Split(2, 2, 1.8, 0.6, 1.86), 3, 1)
+    assert other.step_seconds == pytest.approx(1.32) and other.longest_seconds == pytest.approx(1.86)
+    turns = predicted(Split(8, 4, 0.2, 0.08, 0.28), 10, 2)
+    assert turns.longest_seconds == turns.step_seconds, "pools that take turns hide nothing either way"
+    assert "predicted step 1.32 s to 1.86 s against 1.86 s" in verdict(choose(Split(2, 2, 1.8, 0.6, 1.86), anything))
 
 
 def test_a_wait_that_neither_explains_stays() -> None:
