@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
             sys.excepthook(type(error), error, error.__traceback__)
             status = 1
     status = status if isinstance(status, int) else 0
-    if status and "RANK" in os.environ:
+    if status and "RANK" in os.environ and argv is None:  # else this process belongs to who called
         _leave(status)
     sys.exit(status)
 

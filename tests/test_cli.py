@@ -32,12 +32,13 @@ def test_a_misspelt_command_is_one_line_with_the_nearest_name(capsys: pytest.Cap
 
 
 LEAVES = """
-import atexit, pdtrain.cli
+import atexit, sys, pdtrain.cli
 class Late:
     def __del__(self): print('unwound')
 late = Late()
 atexit.register(print, 'closed')
-pdtrain.cli.main(['trian'])
+sys.argv = ['pdtrain', 'trian']
+pdtrain.cli.main()
 """
 
 
