@@ -18,8 +18,7 @@ def env(paths: tuple[str, ...], checkpoint: str | None, save: str | None, nproc:
 
     Under torchrun, one process per host or per rank, the facts of all hosts are gathered and compared; rank 0 prints.
     With PATHs nothing is measured: saved outputs are judged instead. They are files of --save, nvidia-smi (-q, topo -m,
-    --query-gpu csv), ibstat, kernel logs, nccl-tests (table, JSON) and NCCL RAS (JSON or
-    text).
+    --query-gpu csv), ibstat, kernel logs, nccl-tests (table, JSON) and NCCL RAS (JSON, text).
     """
     from diag.errors import UsageError
     from diag.probes.host_report import live, saved

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import click
 from diag.artefacts import Progress
 from diag.errors import PdtrainError, UsageError
 from diag.schema import Report, to_json
+from diag.whole_file import write_whole
 
 #: Where output is neither a terminal nor COLUMNS is set; evidence lines are never wrapped there.
 PIPED_WIDTH = 100
@@ -113,24 +113,8 @@ class Output:
             sys.stdout.write(text)
             sys.stdout.flush()
             return
-        path = Path(target)
         try:
-            if path.exists() and not path.is_file():  # /dev/null, a named pipe
-                path.write_text(text, "utf-8")
-                return
-            with tempfile.NamedTemporaryFile(
-                "w", encoding="utf-8", dir=path.absolute().parent, prefix=f".{path.name}.", suffix=".tmp", delete=False
-            ) as scratch:
-                try:
-                    scratch.write(text)
-                    scratch.flush()
-                    umask = os.umask(0)
-                    os.umask(umask)
-                    Path(scratch.name).chmod(0o666 & ~umask)
-                    Path(scratch.name).replace(path)
-                except BaseException:
-                    Path(scratch.name).unlink(missing_ok=True)
-                    raise
+            write_whole(Path(target), text.encode())
         except OSError as error:
             raise UsageError(f"{target}: cannot be written: {error.strerror or error}") from error
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from diag.series import Column, Run
 
     Floats = npt.NDArray[np.float64]
-    Ints = npt.NDArray[np.int64]
 
 #: Points in a window whose median is compared; windows that follow the best one: a rise and not a jump.
 WINDOW = 9
@@ -144,7 +143,7 @@ def climb(values: Floats) -> Signal | None:
     if found is None:
         return None
     best, low, high = found
-    noise = 1.4826 * float(np.median(np.abs(np.diff(values)))) / np.sqrt(2.0)
+    noise = _noise(values)
     if low < LEAST_LOSS or high < low * (1 + RISE_SHARE) or high - low < RISE_SIGMA * noise:
         return None
     return Signal(_onset(values, best, low + max(3.0 * noise, 0.05 * low)), low, high)
@@ -152,22 +151,17 @@ def climb(values: Floats) -> Signal | None:
 
 def settled(values: Floats) -> Signal | None:
     """A loss that had fallen, rose too gently for a jump, and has stayed up there since, however it got there."""
-    found = _levels(values)
+    found = _from_best(values)
     if found is None:
         return None
-    starts, levels, least = found
-    best = int(np.argmin(levels))
-    since = levels[best:]
-    if len(since) < least:
-        return None
-    low, last = float(levels[best]), float(np.median(since[-max(len(since) // 4, 1) :]))
-    noise = 1.4826 * float(np.median(np.abs(np.diff(values)))) / np.sqrt(2.0)
+    best, highest, since = found
+    low, last = float(since[0]), float(np.median(since[-max(len(since) // 4, 1) :]))
+    noise = _noise(values)
     if low < LEAST_LOSS or last < low * (1 + SETTLED_SHARE) or last - low < RISE_SIGMA * noise or \
-            float(levels[: best + 1].max()) < low * (1 + SETTLED_SHARE) or \
+            highest < low * (1 + SETTLED_SHARE) or \
             float(since[-max(len(since) // 3, 1) :].min()) < (low + last) / 2:
         return None
-    index = int(starts[best])
-    return Signal(_onset(values, index, low + max(3.0 * noise, 0.05 * low)), low, last)
+    return Signal(_onset(values, best, low + max(3.0 * noise, 0.05 * low)), low, last)
 
 
 def above_best(values: Floats) -> tuple[Signal, float] | None:
@@ -183,7 +177,7 @@ def above_best(values: Floats) -> tuple[Signal, float] | None:
     if 5 * best > 2 * count or len(since) < 4:
         return None
     low, high, last = float(levels[best]), float(levels[best:].max()), float(np.median(levels[-2:]))
-    noise = 1.4826 * float(np.median(np.abs(np.diff(values)))) / np.sqrt(2.0)
+    noise = _noise(values)
     if low < LEAST_LOSS or high < low * (1 + RISE_SHARE) or high - low < ABOVE_SIGMA * noise or \
             last < low * (1 + END_SHARE) or since.min() < low * (1 + ABOVE_SHARE):
         return None
@@ -204,8 +198,14 @@ def growth(values: Floats) -> Signal | None:
     return Signal(int(places[_onset(values[keep], best, 2.0 * low)]), low, high)
 
 
-def _levels(values: Floats) -> tuple[Ints, Floats, int] | None:
-    """(first index, median) of each window, and how many windows must follow the best one; None: too few points."""
+def _noise(values: Floats) -> float:
+    """The scatter between neighbours: a robust standard deviation of their differences, of one point of two."""
+    return 1.4826 * float(np.median(np.abs(np.diff(values)))) / float(np.sqrt(2.0))
+
+
+def _from_best(values: Floats) -> tuple[int, float, Floats] | None:
+    """(index of the window with the lowest median, the highest median up to it, the medians from it on); None where
+    too few points follow."""
     n = len(values)
     if n < WINDOW + LEAST_AFTER:
         return None
@@ -220,23 +220,22 @@ def _levels(values: Floats) -> tuple[Ints, Floats, int] | None:
         starts = np.arange(MEDIANS) * width
         levels = np.median(values[: MEDIANS * width].reshape(MEDIANS, width), axis=1)
         least = 8
-    return starts, levels, least
+    best = int(np.argmin(levels))
+    if len(levels) - best < least:
+        return None
+    return int(starts[best]), float(levels[: best + 1].max()), levels[best:]
 
 
 def _climb(values: Floats) -> tuple[int, float, float] | None:
     """(index, level) of the best window and the last level, when the quarters between them lead up."""
-    found = _levels(values)
+    found = _from_best(values)
     if found is None:
         return None
-    starts, levels, least = found
-    best = int(np.argmin(levels))
-    rest = levels[best:]
-    if len(rest) < least:
-        return None
+    best, _, rest = found
     quarters = rest[np.round(np.arange(5) * (len(rest) - 1) / 4).astype(int)]
     if (np.diff(quarters) <= 0).any():
         return None
-    return int(starts[best]), float(levels[best]), float(levels[-1])
+    return best, float(rest[0]), float(rest[-1])
 
 
 def _onset(values: Floats, best: int, bound: float) -> int:

@@ -19,6 +19,7 @@ from diag.probes.host_gather import gather
 from diag.probes.launched import job
 from diag.probes.xid import action_of
 from diag.schema import Finding, Input, Report
+from diag.whole_file import write_whole
 
 #: What lines of a log can say of the machine they were written on. The rest is about a run, and postmortem's to say.
 OF_THE_MACHINE = frozenset({
@@ -126,6 +127,6 @@ def _worded(report: Report, count: int, *, saved_: bool = False) -> Report:
 def _save(target: str, facts: HostFacts) -> None:
     name = target.replace("%h", facts.host).replace("%r", str(facts.ranks[0] if facts.ranks else 0))
     try:
-        Path(name).write_bytes(encode(facts))
+        write_whole(Path(name), encode(facts))
     except OSError as error:
         raise UsageError(f"{name}: {error.strerror or error}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +18,7 @@ from diag.diagnose import build_report, detect, diagnose
 from diag.errors import UsageError
 from diag.probes.comm.records import Probe, encode
 from diag.schema import Input, Report
+from diag.whole_file import write_whole
 
 if TYPE_CHECKING:
     from diag.probes.comm.rank import Shown
@@ -93,15 +93,9 @@ def save(probe: Probe, target: str, *, force: bool) -> None:
     path = Path(target)
     if path.exists() and not force:
         raise UsageError(f"--save {target}: exists; choose another name, or overwrite it with --force")
-    half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        if path.exists() and not path.is_file():  # /dev/null, a named pipe
-            path.write_bytes(encode(probe))
-            return
-        half.write_bytes(encode(probe))
-        half.replace(path)
+        write_whole(path, encode(probe))
     except OSError as error:
-        half.unlink(missing_ok=True)
         raise UsageError(f"--save {target}: {error.strerror or error}") from None
 
 

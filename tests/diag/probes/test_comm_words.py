@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -219,17 +220,17 @@ def test_what_cannot_be_written_costs_the_file_and_not_the_report(option: str, t
     assert "all_reduce of 1 GiB among 2 ranks" in capsys.readouterr().out
 
 
-def test_a_save_that_fails_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_leaves_the_old_file_whole(tmp_path: Path) -> None:
+    """A real write that fails after its first bytes: beyond the size that the system allows for a file."""
     target = tmp_path / "probe.json"
     target.write_text("old")
-
-    def full(path: Path, data: bytes) -> int:
-        path.open("wb").write(data[:10])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(UsageError, match="No space left"):
-        save(Probe(world=2), str(target), force=True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        with pytest.raises(UsageError, match="File too large"):
+            save(Probe(world=2), str(target), force=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert target.read_text() == "old" and [item.name for item in tmp_path.iterdir()] == ["probe.json"]
 
 
